@@ -101,13 +101,6 @@ class Kernels:
         ge=0,
         le=1024,
     )
-    thread_wait: str = advanced(
-        "spin",
-        "model",
-        "what compute threads do between kernels; spin: poll for 0.1 ms before they sleep; "
-        "sleep: sleep almost at once, if other processes need the cores",
-        choices=("spin", "sleep"),
-    )
     packed_cache: str = advanced(
         "",
         "memory",

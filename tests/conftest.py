@@ -142,9 +142,8 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def start_server(directory: Path, *flags: str) -> "Server":
-    """`python -m gateway serve` on a free port; stderr goes to a file. Its compute threads sleep
-    between kernels, since other tests need the cores; and unless a flag says so, no cost is
-    measured, which takes half of a start."""
+    """`python -m gateway serve` on a free port; stderr goes to a file. Unless a flag says so,
+    no cost is measured, which takes half of a start."""
     return Server(directory, flags)
 
 
@@ -154,7 +153,7 @@ class Server(subprocess.Popen[str]):
     def __init__(self, directory: Path, flags: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", "gateway", "serve", "--port", "0"]
         cache = directory.parent / "cache"  # that of all tests: costs are measured once
-        command += ["--cache-dir", str(cache), "--thread-wait", "sleep", *flags]
+        command += ["--cache-dir", str(cache), *flags]
         environ = {key: value for key, value in os.environ.items() if "PODWAY_" not in key}
         environ |= {"XDG_STATE_HOME": str(directory / "state"), "PODWAY_COST_MODEL": "none"}
         self.log = directory / "stderr.log"

@@ -84,8 +84,8 @@ def banner(
         f"{report.dtype}{weights} on {report.device}, context {report.max_model_len:,} tokens",
         **({} if report.pooling is None else {"task": _pooling(report.pooling)}),
         "KV cache": _kv_cache(report),
-        "workers": f"{_workers(settings)}, {report.threads} threads "
-        f"({settings.kernels.thread_wait}-wait), {report.kernels}, attention {report.attention}",
+        "workers": f"{_workers(settings)}, {report.threads} threads, "
+        f"{report.kernels}, attention {report.attention}",
         "schedule": f"policy {settings.schedule.policy}, admission {bounds.admission.value}, "
         f"at most {bounds.max_batch_size} requests and {bounds.max_batch_tokens:,} tokens "
         "per iteration",

@@ -28,7 +28,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pool() -> NativeThreadPool:
-    return NativeThreadPool(2, "sleep")
+    return NativeThreadPool(2)
 
 
 @dataclass(frozen=True)

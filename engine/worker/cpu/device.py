@@ -115,7 +115,7 @@ class CpuDevice:
         self._progress: Progress = lambda what, done, total: None
         self._compiling: Future[None] | None = None  # compiles attention kernels, from `source` on
         share = max(1, _num_cores() // settings.placement.num_local_workers)
-        self.pool = NativeThreadPool(kernels.threads or share, kernels.thread_wait)
+        self.pool = NativeThreadPool(kernels.threads or share)
         torch.set_num_threads(self.pool.threads if self._is_plain else 1)
 
     @classmethod

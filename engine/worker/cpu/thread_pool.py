@@ -40,7 +40,7 @@ from engine.worker.cpu.kernels.vectors import PREFETCHED_AT_ONCE, prefetch_lines
 
 # Fields of the control block, as byte offsets; those that threads contend for are on cache lines of
 # their own.
-CLAIM, DONE, KERNEL, OPERANDS, MAX_SPINS, IS_AWAKE = 0, 64, 128, 136, 144, 192
+CLAIM, DONE, KERNEL, OPERANDS, IS_AWAKE = 0, 64, 128, 136, 192
 AHEAD, AHEAD_END = 256, 264  # what helpers prefetch
 WAKE = 320  # a semaphore with one count for each helper that a step wakes
 CONTROL_BYTES = 384
@@ -49,9 +49,8 @@ CALL_BYTES = ctypes.sizeof(Call)
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
 PAUSE_MICROSECONDS = 20
-# How often a waiting thread reads memory before it starts to sleep: for about a tenth of a
-# millisecond, or hardly at all if other processes need the core.
-SPINS_BEFORE_SLEEP = {"spin": 20000, "sleep": 200}
+# How often a waiting thread reads memory before it sleeps: for about a tenth of a millisecond
+MAX_SPINS = 20000
 
 _sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 _wait = types.ExternalFunction("sem_wait", types.int32(types.int64))
@@ -85,7 +84,6 @@ def _lead(control, kernel, operands, chunks):
         return
     int64s(control + KERNEL, 1)[0] = kernel
     int64s(control + OPERANDS, 1)[0] = operands
-    max_spins = int64s(control + MAX_SPINS, 1)[0]
     number = (load_acquire(control + CLAIM) >> (2 * COUNT_BITS)) + 1
     store_release(control + DONE, 0)
     claim = ((number & 0x7FFF) << (2 * COUNT_BITS)) | (chunks << COUNT_BITS)
@@ -94,7 +92,7 @@ def _lead(control, kernel, operands, chunks):
     spins = 0
     while load_acquire(control + DONE) < chunks:
         spins += 1
-        if spins > max_spins:
+        if spins > MAX_SPINS:
             _sleep(PAUSE_MICROSECONDS)
 
 
@@ -126,8 +124,7 @@ def follow(control, thread):
 @njit(inline="always")
 def _follow_step(control, thread):
     """Help with every job until the step is over; between jobs, prefetch the next weights."""
-    spins, max_spins = 0, int64s(control + MAX_SPINS, 1)[0]
-    ahead = at = 0
+    spins = ahead = at = 0
     while load_acquire(control + IS_AWAKE) != 0:
         if _work(control, thread) > 0:
             spins = 0
@@ -138,15 +135,14 @@ def _follow_step(control, thread):
         if at < load_acquire(control + AHEAD_END):
             prefetch_lines(at)
             at += PREFETCHED_AT_ONCE
-        elif spins > max_spins:
+        elif spins > MAX_SPINS:
             _sleep(PAUSE_MICROSECONDS)
 
 
 class NativeThreadPool:
     """`threads` workers: the caller and `threads - 1` helpers, which end with the process."""
 
-    def __init__(self, threads: int, wait: str = "spin") -> None:
-        """`wait`: how a thread waits for work, a key of `SPINS_BEFORE_SLEEP`."""
+    def __init__(self, threads: int) -> None:
         assert threads >= 1, "a pool has at least its leader"
         self.threads = threads
         self.graph: KernelGraph | None = None  # while one is recorded
@@ -156,7 +152,6 @@ class NativeThreadPool:
         self._replay = compiled(replay, types.void(*[types.int64] * 3))
         self._follow = compiled(follow, types.void(types.int64, types.int64))
         self._block: NDArray[np.int64] = np.zeros(CONTROL_BYTES // 8, dtype=np.int64)
-        self._block[MAX_SPINS // 8] = SPINS_BEFORE_SLEEP[wait]
         self._control = int(self._block.ctypes.data)
         self._first_weights = (0, 0)  # addresses of what steps read first
         _libc.sem_init(self._control + WAKE, 0, 0)

@@ -135,7 +135,6 @@ def test_memory_sizes_have_units(text: str, size: int) -> None:
         ),
         ("dtype", "int4", "--dtype must be one of auto, float32, bfloat16, float16, not 'int4'"),
         ("lookahead", "2", "--lookahead must be one of auto, 0, 1, not '2'"),
-        ("thread_wait", "x", "--thread-wait must be one of spin, sleep, not 'x'"),
         ("admission", "x", "--admission must be one of grow, reserve, request, not 'x'"),
         (
             "policy",

@@ -32,7 +32,7 @@ def test_the_banner_has_address_model_and_memory() -> None:
         "http://127.0.0.1:8000", "demo", REPORT, load({}), {"cost": "2 ms per decode step"}
     )
     for fact in ("demo at http://127.0.0.1:8000", "3.1 M", "16,384 slots", "1,024 MiB",
-                 "1 worker, 2 threads (spin-wait), AVX2",
+                 "1 worker, 2 threads, AVX2",
                  "float32 on cpu", "policy fcfs", "admission grow"):  # fmt: skip
         assert fact in text
     small = banner("u", "demo", replace(REPORT, kv_dtype="int8"), load({}), {"cost": "2 ms"})

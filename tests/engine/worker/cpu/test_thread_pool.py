@@ -24,9 +24,8 @@ def count(operands, chunk, thread):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("is_awake", [True, False])
-@pytest.mark.parametrize("wait", ["spin", "sleep"])
-def test_every_chunk_runs_once(threads: int, is_awake: bool, wait: str) -> None:
-    pool, address = NativeThreadPool(threads, wait), build.kernel(count).address
+def test_every_chunk_runs_once(threads: int, is_awake: bool) -> None:
+    pool, address = NativeThreadPool(threads), build.kernel(count).address
 
     def run_all() -> None:
         for chunks in (1, 2, 3, 17, 1000, 0, 5):
