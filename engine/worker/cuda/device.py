@@ -18,14 +18,9 @@ from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, kernel
 from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.memory import GpuMemory, check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
-from engine.worker.cuda.model.gemm import by_cublaslt, torch_product
-from engine.worker.cuda.model.gemm_choice import (
-    CUBLASLT,
-    FIXED_TILING,
-    ChoosesTiling,
-    MeasuredTilings,
-)
-from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels, TritonRowKernels
+from engine.worker.cuda.model.gemm import torch_product
+from engine.worker.cuda.model.gemm_choice import FIXED_TILING, ChoosesTiling, MeasuredTilings
+from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels
 from engine.worker.cuda.model.linears import FastProducts
 from engine.worker.cuda.model.operators import STORED, CudaOperators
 from engine.worker.cuda.model.weight_staging import OnDevice
@@ -143,7 +138,7 @@ class CudaDevice:
         if settings.kernels.attention == PLAIN_ATTENTION or dtype is torch.float32:
             return cls(settings, gpu, None, preferred)
         triton = load(gpu.place, dtype, settings.kernels.gemm_cache)
-        return cls(settings, gpu, row_kernels(triton), preferred, triton)
+        return cls(settings, gpu, row_kernels(), preferred, triton)
 
     @staticmethod
     def missing(settings: WorkerSettings) -> str:
@@ -281,8 +276,7 @@ class CudaDevice:
         def product(x: Tensor, weight: Tensor, kernel: Tiling | str) -> object:
             if isinstance(kernel, Tiling):
                 return gemm.product(x, weight, kernel, self.formats.dtype, gemm.Epilogue())
-            with by_cublaslt() if kernel == CUBLASLT else nullcontext():
-                return torch_product(x, weight, self.formats.dtype)
+            return torch_product(x, weight, self.formats.dtype)
 
         trials = kernel_trials(self._gpu.place, self._settings.kernels.gemm_cache)
         try:
@@ -294,19 +288,15 @@ class CudaDevice:
             logger.warning("matrix products that were not measured are torch's: %s", error)
 
 
-def row_kernels(triton: TritonKernels) -> Kernels:
-    """FlashInfer's norm and gates; ours where its norm cannot be compiled here."""
+def row_kernels() -> Kernels:
+    """FlashInfer's norm and gates; without its norm where that cannot be compiled here."""
     lacking = () if has_cached_kernels() else missing_norm_headers()
     if not lacking:
         return FlashInferKernels()
-    names = ", ".join(lacking)
-    if triton.rows is not None:
-        logger.info("norms are Triton's: FlashInfer's need %s, which are not installed", names)
-        return TritonRowKernels(triton.rows)
     logger.warning(
         "FlashInfer's RMS norm cannot be compiled (no %s in the CUDA toolkit or wheels);"
         " using torch's, which is slower",
-        names,
+        ", ".join(lacking),
     )
     return FlashInferKernels(has_norm=False)
 

@@ -74,12 +74,6 @@ def _rope() -> Iterator[Variant]:
 
 def _rows() -> Iterator[Variant]:
     warps = import_module(f"{PACKAGE}.rows").warps_for
-    for block in (128, 4096, 8192):
-        types = {"x": "*bf16", "weight": "*bf16", "y": "*bf16", "eps": "fp32"}
-        options = {"num_warps": warps(block)}
-        yield Variant("rows", "norm_kernel", f"norm {block}", types, {"BLOCK": block}, options)
-    gate = {"GATE": 1, "BLOCK": 1024}
-    yield Variant("rows", "gate_kernel", "silu", {"x": "*bf16", "y": "*bf16"}, gate, {})
     for kept, most in (("i8", 127.0), ("fp8e4nv", 448.0)):
         for name, block, norm, act in (
             ("quantize", 4096, False, 0),

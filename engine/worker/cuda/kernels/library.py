@@ -38,8 +38,7 @@ class TritonKernels:
     """Modules with verified kernels; None where a kernel is not used."""
 
     rope_and_cache_write: ModuleType | None = None
-    rows: ModuleType | None = None
-    quantization: ModuleType | None = None  # the same module: its 8-bit kernels
+    quantization: ModuleType | None = None
     sampling: ModuleType | None = None
     gemm: ModuleType | None = None
 
@@ -75,17 +74,6 @@ class Trial:
             found.append((q, keys, values))
         for one, other in zip(*found, strict=True):
             check("RoPE and cache write", one, other)
-
-    def rows(self, module: ModuleType) -> None:
-        """RMS norm and a gate."""
-        x, weight = self.noise(3, 96), self.noise(96, seed=1)
-        found, wanted = torch.zeros_like(x), torch.zeros_like(x)
-        module.rms_norm(x, weight, 1e-5, found)
-        reference.rms_norm(x, weight, 1e-5, wanted)
-        check("norm", found, wanted)
-        module.gated("silu", x, found[:, :48])
-        reference.gated("silu", x, wanted[:, :48])
-        check("gate", found, wanted)
 
     def quantization(self, module: ModuleType) -> None:
         """Rows in int8, and in fp8 where the GPU has it, after norm and gate."""
@@ -128,7 +116,6 @@ class Trial:
 
 TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "rope_and_cache_write": ("rope_and_cache_write", Trial.rope_and_cache_write),
-    "rows": ("rows", Trial.rows),
     "quantization": ("rows", Trial.quantization),
     "sampling": ("sampling", Trial.sampling),
     "gemm": ("gemm", Trial.gemm),

@@ -1,5 +1,5 @@
-"""Kernels with one program per row: RMS norm, gated activations, and both or neither followed by
-the quantization of the row to int8 or fp8 with one scale.
+"""A kernel with one program per row: RMS norm, a gated activation or neither, followed by the
+quantization of the row to int8 or fp8 with one scale.
 
 A row is kept in registers, so that it is read once. Everything is computed in float32; what is
 quantized is first rounded to the dtype of the activations, as when norm and gate are separate.
@@ -45,33 +45,6 @@ def _activated(x, GATE: tl.constexpr):
 
 
 @triton.jit
-def norm_kernel(
-    x, weight, y, x_row, x_head, y_row, y_head, num_heads, width, eps, BLOCK: tl.constexpr
-):
-    """Grid: rows × heads. Strides are in elements; y may be x."""
-    row = (tl.program_id(0) // num_heads).to(tl.int64)
-    head = tl.program_id(0) % num_heads
-    columns = tl.arange(0, BLOCK)
-    mask = columns < width
-    found = tl.load(x + row * x_row + head * x_head + columns, mask=mask, other=0.0)
-    normed = _normed(found.to(tl.float32), weight, eps, width, columns, x.dtype.element_ty)
-    tl.store(y + row * y_row + head * y_head + columns, normed.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def gate_kernel(x, y, x_row, y_row, width, GATE: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: rows × blocks of the width."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < width
-    at = x + row * x_row + columns
-    left = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    right = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
-    product = _activated(left, GATE) * right
-    tl.store(y + row * y_row + columns, product.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def quantize_kernel(
     x,
     weight,
@@ -108,37 +81,6 @@ def quantize_kernel(
     else:
         tl.store(to, to_fp8(steps), mask=mask)
     tl.store(scales + row, scale)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """See `reference.rms_norm`; `[rows, width]` or `[rows, heads, width]`, rows may be strided."""
-    width = x.shape[-1]
-    num_heads = x.shape[1] if x.dim() == 3 else 1
-    block = triton.next_power_of_2(width)
-    norm_kernel[(len(x) * num_heads,)](
-        x,
-        weight,
-        out,
-        x.stride(0),
-        x.stride(-2),
-        out.stride(0),
-        out.stride(-2),
-        num_heads,
-        width,
-        eps,
-        BLOCK=block,
-        num_warps=warps_for(block),
-    )
-
-
-def gated(name: str, x: Tensor, out: Tensor) -> None:
-    """See `reference.gated`."""
-    rows, width = out.shape
-    block = min(1024, triton.next_power_of_2(width))
-    grid = (rows, triton.cdiv(width, block))
-    gate_kernel[grid](
-        x, out, x.stride(0), out.stride(0), width, GATE=GATES[name], BLOCK=block, num_warps=4
-    )
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> QuantizedRows:

@@ -1,9 +1,5 @@
 """8-bit GEMMs by torch; sizes must be multiples of what the tensor cores take."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -41,16 +37,3 @@ def torch_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ones = [torch.ones((len(each), 1), device=x.device) for each in (x, weight)]
         return fp8_product(x, weight, ones[0], ones[1], dtype)
     return F.linear(x, weight)
-
-
-@contextmanager
-def by_cublaslt() -> Iterator[None]:
-    """Inside, torch computes 16-bit products by cuBLASLt. A CUDA graph keeps the choice."""
-    before = torch.backends.cuda.preferred_blas_library()
-    try:
-        with warnings.catch_warnings():  # torch calls the choice experimental
-            warnings.simplefilter("ignore")
-            torch.backends.cuda.preferred_blas_library("cublaslt")
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)

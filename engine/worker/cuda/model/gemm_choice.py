@@ -1,9 +1,9 @@
 """Which kernel computes a product of few rows, measured once for each shape and GPU.
 
 A decode step is as fast as its weights are read, and which kernel reads a weight fastest depends on
-its shape: torch (cuBLAS, or cuBLASLt with its own choice of algorithm and split-K) or one of the
-tilings of our own Triton kernel. The first start on a GPU measures all of them and keeps the choice
-in a file of that GPU, so that later starts use the same kernels and give the same bits.
+its shape: torch or one of the tilings of our own Triton kernel. The first start on a GPU measures
+all of them and keeps the choice in a file of that GPU, so that later starts use the same kernels
+and give the same bits.
 """
 
 import functools
@@ -20,7 +20,7 @@ from engine.worker.cuda.kernels.tiling import Tiling
 
 logger = logging.getLogger(__name__)
 
-TORCH, CUBLASLT = "torch", "cublaslt"
+TORCH = "torch"
 ROWS = (16, 64)  # a product uses the choice for the next of these; larger ones are torch's
 MIN_GAIN = 0.02  # a tiling replaces torch if it takes less time by this share
 # A measurement alternates between so many of one shape, so that none stays in cache
@@ -40,7 +40,7 @@ TILINGS = (
 FIXED = Tiling(64, 128, 64, 1, 4, 4)  # the tiling of every product in batch-invariant mode
 KNOWN = {str(tiling): tiling for tiling in TILINGS}
 
-Product = Callable[[Tensor, Tensor, Tiling | str], object]  # x, weight; TORCH, CUBLASLT or tiling
+Product = Callable[[Tensor, Tensor, Tiling | str], object]  # x, weight; TORCH or tiling
 Seconds = Callable[[Callable[[], object]], float]  # measures work on the device
 
 
@@ -67,10 +67,6 @@ class ChoosesTiling(Protocol):
         """The tiling of a product; None: torch."""
         ...
 
-    def uses_cublaslt(self, rows: int, weight: Tensor) -> bool:
-        """Whether torch computes a product by cuBLASLt instead of its default library."""
-        ...
-
 
 class FixedTiling:
     """One tiling for all products: a row's result does not depend on the other rows."""
@@ -80,9 +76,6 @@ class FixedTiling:
 
     def tiling(self, rows: int, weight: Tensor) -> Tiling | None:
         return FIXED
-
-    def uses_cublaslt(self, rows: int, weight: Tensor) -> bool:
-        return False
 
 
 FIXED_TILING = FixedTiling()
@@ -102,14 +95,8 @@ class MeasuredTilings:
             kept.append(weight)
 
     def tiling(self, rows: int, weight: Tensor) -> Tiling | None:
-        return KNOWN.get(self._name(rows, weight))
-
-    def uses_cublaslt(self, rows: int, weight: Tensor) -> bool:
-        return self._name(rows, weight) == CUBLASLT
-
-    def _name(self, rows: int, weight: Tensor) -> str:
         most = next((each for each in ROWS if rows <= each), None)
-        return TORCH if most is None else self._chosen.get(str(Shape(most, *_kind(weight))))
+        return KNOWN.get(self._chosen.get(str(Shape(most, *_kind(weight))))) if most else None
 
     def measure(self, product: Product, seconds: Seconds, trials: KernelTrials) -> None:
         """Choose for each registered shape that the file lacks, and add it to the file.
@@ -119,7 +106,7 @@ class MeasuredTilings:
         for kind, weights in self._weights.items():
             for rows in ROWS:
                 shape = Shape(rows, *kind)
-                if self._chosen.get(str(shape)) not in (TORCH, CUBLASLT, *KNOWN):
+                if self._chosen.get(str(shape)) not in (TORCH, *KNOWN):
                     measured = functools.partial(_measured, product=product, seconds=seconds)
                     self._chosen.put(str(shape), _fastest(shape, weights, measured, trials))
 
@@ -133,8 +120,7 @@ def _fastest(
     x = weights[0].new_ones((shape.rows, shape.width))
     best, name = measured(x, weights, TORCH), TORCH
     limit = best * (1 - MIN_GAIN)
-    others = (CUBLASLT, *TILINGS) if x.dtype.itemsize == 2 else TILINGS
-    for kernel in others:
+    for kernel in TILINGS:
         trial = f"product {kernel} of {shape}"
         if reason := trials.excluded(trial):
             logger.warning("GEMM kernel %s is not used: %s", kernel, reason)

@@ -1,4 +1,4 @@
-"""Norm and gated-activation kernels, of FlashInfer or our own in Triton; 16-bit dtypes only.
+"""Norm and gated-activation kernels of FlashInfer; 16-bit dtypes only.
 
 FlashInfer is imported when `FlashInferKernels` is made, after
 `build_environment.prepare_environment` has set the variables that FlashInfer reads at import.
@@ -6,8 +6,6 @@ FlashInfer is imported when `FlashInferKernels` is made, after
 
 import importlib
 from collections.abc import Callable
-from functools import partial
-from types import ModuleType
 from typing import Protocol, cast
 
 import torch
@@ -56,7 +54,7 @@ class FlashInferKernels:
         except ImportError as error:
             raise StartupError(f"flashinfer cannot be imported: {error}") from error
         self.has_norm = has_norm
-        self.package = package
+        self._package = package
         self._norm = package.rmsnorm
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -65,23 +63,7 @@ class FlashInferKernels:
     def gated(self, name: str) -> Callable[[Tensor, Tensor], None] | None:
         if name not in GATED:
             return None
-        return cast("Callable[[Tensor, Tensor], None]", getattr(self.package, GATED[name]))
-
-
-class TritonRowKernels:
-    """Our own kernels, where FlashInfer is not installed or its norm cannot be compiled."""
-
-    has_norm = True
-
-    def __init__(self, rows: ModuleType) -> None:
-        """`rows` is the module `engine.worker.cuda.kernels.rows`."""
-        self._rows = rows
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        self._rows.rms_norm(x, weight, eps, out)
-
-    def gated(self, name: str) -> Callable[[Tensor, Tensor], None] | None:
-        return partial(self._rows.gated, name) if name in self._rows.GATES else None
+        return cast("Callable[[Tensor, Tensor], None]", getattr(self._package, GATED[name]))
 
 
 def fits(width: int, dtype: torch.dtype) -> bool:

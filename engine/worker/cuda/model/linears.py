@@ -5,7 +5,6 @@ Products accumulate in int32 or float32, are scaled, and are rounded once to the
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol, runtime_checkable
@@ -21,7 +20,6 @@ from engine.worker.cuda.model.gemm import (
     FP8_ALIGNMENT,
     FP8_MOST,
     INT8_ALIGNMENT,
-    by_cublaslt,
     fp8_product,
     int8_product,
 )
@@ -50,10 +48,6 @@ class FastProducts:
         found: Tensor = self.gemm.product(x, weight, tiling, dtype, self.gemm.Epilogue(*epilogue))
         return found
 
-    def library(self, rows: int, weight: Tensor) -> AbstractContextManager[None]:
-        """Inside, torch computes a 16-bit product by the library that was chosen."""
-        return by_cublaslt() if self.choice.uses_cublaslt(rows, weight) else nullcontext()
-
     def quantized(self, x: Tensor, dtype: torch.dtype) -> QuantizedRows:
         """Rows in 8 bits with one scale each."""
         fits = self.rows is not None and x.shape[1] <= self.rows.MAX_WIDTH
@@ -79,10 +73,9 @@ class FloatLinear:
         y = self.fast.product(x, self.weight, x.dtype, None, None, self.bias, add_to)
         if y is not None:
             return y
-        with self.fast.library(len(x), self.weight):
-            if add_to is None:
-                return F.linear(x, self.weight, self.bias)
-            add_to.addmm_(x, self.weight.t())
+        if add_to is None:
+            return F.linear(x, self.weight, self.bias)
+        add_to.addmm_(x, self.weight.t())
         return add_to if self.bias is None else add_to.add_(self.bias)
 
 

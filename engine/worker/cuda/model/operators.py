@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.worker.cuda.model.experts import GroupedExperts, MaskedExperts, why_not_grouped
-from engine.worker.cuda.model.fused_experts import FusedExperts, FusedSetting
 from engine.worker.cuda.model.gemm_choice import FixedTiling
-from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels, fits
+from engine.worker.cuda.model.kernels import Kernels, fits
 from engine.worker.cuda.model.linears import (
     PLAIN,
     FastProducts,
@@ -110,23 +109,8 @@ class CudaOperators(TorchOperators):
     def experts(
         self, experts: Sequence[ExpertWeights], routing: Routing, activation: Activation
     ) -> Experts:
-        """FlashInfer's fused experts where they fit, else grouped products; elsewhere each expert
-        computes all rows."""
-        down = loaded(experts[0].down)
-        reason = self._why_not_grouped(down.shape)
-        package = self._kernels.package if isinstance(self._kernels, FlashInferKernels) else None
-        setting = FusedSetting(
-            self._capability,
-            self._dtype,
-            self._weights,
-            activation.name if isinstance(activation, FusedGate) else "",
-            down.shape,
-            experts[0].up_bias is not None,
-        )
-        why_not_fused = "--batch-invariant" if self._is_invariant else setting.why_not(package)
-        if package is not None and not why_not_fused:
-            return FusedExperts.of(experts, routing, setting, package)
-        logger.debug("experts are not computed by one fused kernel: %s", why_not_fused)
+        """Grouped products where they fit; elsewhere each expert computes all rows."""
+        reason = self._why_not_grouped(loaded(experts[0].down).shape)
         if not reason:
             return GroupedExperts.of(experts, routing, activation, self._dtype)
         if reason not in self._logged:
@@ -134,19 +118,12 @@ class CudaOperators(TorchOperators):
             self._logged.add(reason)
         return MaskedExperts(self._linears_of(experts), routing, activation)
 
-    @property
-    def _is_invariant(self) -> bool:
-        return self._fast.gemm is not None and isinstance(self._fast.choice, FixedTiling)
-
-    @property
-    def _capability(self) -> tuple[int, int]:
-        is_gpu = self._place.type == "cuda"
-        return torch.cuda.get_device_capability(self._place) if is_gpu else (0, 0)
-
     def _why_not_grouped(self, sizes: Sequence[int]) -> str:
-        if self._is_invariant:
+        if self._fast.gemm is not None and isinstance(self._fast.choice, FixedTiling):
             return "--batch-invariant"
-        return why_not_grouped(self._capability, self._dtype, self._weights, sizes)
+        is_gpu = self._place.type == "cuda"
+        capability = torch.cuda.get_device_capability(self._place) if is_gpu else (0, 0)
+        return why_not_grouped(capability, self._dtype, self._weights, sizes)
 
     def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> TorchLowRank:
         """A low-rank product in the dtype of the activations."""

@@ -1,6 +1,5 @@
 import os
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -10,8 +9,6 @@ from engine.worker.cuda.build_environment import (
     missing_norm_headers,
     prepare_environment,
 )
-from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels
-from engine.worker.cuda.model.kernels import TritonRowKernels
 from engine.worker.cuda.wheel_toolkit import assembled
 
 
@@ -82,20 +79,8 @@ def test_missing_norm_headers_are_named_and_only_the_norm_falls_back(
 ) -> None:
     monkeypatch.setattr(device, "has_cached_kernels", lambda: False)
     monkeypatch.setattr(device, "FlashInferKernels", lambda has_norm: f"norm {has_norm}")
-    assert str(device.row_kernels(NO_KERNELS)) == "norm False"
+    assert str(device.row_kernels()) == "norm False"
     assert "cublasLt.h, cublas_v2.h, curand_kernel.h" in caplog.text
-
-
-def test_without_norm_headers_norms_and_gates_are_tritons(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "has_cached_kernels", lambda: False)
-    rows = ModuleType("rows")
-    rows.GATES = {"silu": 1}  # type: ignore[attr-defined]
-    found = device.row_kernels(TritonKernels(rows=rows))
-    assert isinstance(found, TritonRowKernels)
-    assert found.has_norm
-    assert found.gated("relu") is None
 
 
 def wheels(site: Path) -> Path:

@@ -29,12 +29,14 @@ def test_all_kernels_pass_their_trials(caplog: pytest.LogCaptureFixture) -> None
 def test_a_kernel_that_computes_something_else_is_not_used_and_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rows, "rms_norm", lambda x, weight, eps, out: out.zero_())
+    monkeypatch.setattr(
+        rows, "norm_and_quantize", lambda x, weight, eps, dtype: rows.quantize_rows(x, dtype)
+    )
     kernels = library.load(CPU, torch.float16)
-    assert kernels.rows is None
-    assert kernels.quantization is not None
+    assert kernels.quantization is None
+    assert kernels.gemm is not None
     (line,) = caplog.messages
-    assert line.startswith("Triton kernel rows is not used, torch takes its place: norm:")
+    assert line.startswith("Triton kernel quantization is not used, torch takes its place: quant")
 
 
 def test_a_kernel_that_does_not_compile_is_not_used_and_is_named(

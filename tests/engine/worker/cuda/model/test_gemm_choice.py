@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials
+from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials, file_of
 from engine.worker.cuda.kernels.tiling import Tiling
+from engine.worker.cuda.model import gemm_choice
 from engine.worker.cuda.model.gemm_choice import (
-    CUBLASLT,
+    FIXED,
+    FIXED_TILING,
     TILINGS,
     TORCH,
     MeasuredTilings,
 )
-from engine.worker.cuda.model.linears import FastProducts, FloatLinear
 
 FAST = TILINGS[3]
 TRIALS = KernelTrials(ChoiceFile(None), lambda: None)
@@ -90,27 +91,13 @@ def test_a_tiling_that_does_not_compile_is_named_and_not_used(
     assert f"GEMM kernel {FAST} is not used: out of shared memory" in caplog.messages
 
 
-def test_cublaslt_is_measured_for_16_bits_and_used_inside_the_linear_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    libraries = ["cublas"]
+def test_batch_invariant_products_have_one_tiling_whatever_the_number_of_rows() -> None:
+    weight = torch.ones(48, 32)
+    assert {FIXED_TILING.tiling(rows, weight) for rows in (1, 64, 5000)} == {FIXED}
 
-    def preferred(name: str | None = None) -> str:
-        libraries.extend([] if name is None else [name])
-        return libraries[-1]
 
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
-    found, weight = choice(None, Clock(CUBLASLT))
-    chosen = [found.uses_cublaslt(rows, weight) for rows in (16, 17, 64, 65)]
-    assert chosen == [False, True, True, False]
-    linear = FloatLinear(weight, None, FastProducts(choice=found))
-    x = torch.ones(64, 32, dtype=torch.bfloat16)
-    assert torch.equal(linear(x), x @ weight.T)
-    assert libraries == ["cublas", "cublaslt", "cublas"]
-    linear(x[:16])
-    assert len(libraries) == 3
-    eight = MeasuredTilings(None)
-    eight.register(weight.to(torch.int8))
-    clock = Clock(CUBLASLT)
-    eight.measure(clock.product, clock.seconds, TRIALS)
-    assert not eight.uses_cublaslt(64, weight.to(torch.int8)), "its library is cuBLASLt anyway"
+def test_the_file_is_named_by_the_gpu_and_torch(tmp_path: Path) -> None:
+    assert file_of("", "NVIDIA H200") is None
+    path = file_of(str(tmp_path), "NVIDIA H200", "torch", "2.13.0")
+    assert path == tmp_path / "nvidia-h200-torch-2-13-0.json"
+    assert gemm_choice.FIXED in TILINGS
