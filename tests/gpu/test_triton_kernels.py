@@ -5,7 +5,7 @@ from torch import Tensor
 from engine.step import SamplingParams
 from engine.worker.cuda.kernels import library, reference
 from engine.worker.cuda.kernels.reference import FP8
-from engine.worker.cuda.model.gemm_choice import TILINGS
+from engine.worker.cuda.kernels.tiling import FIXED, MANY_ROWS_8_BIT, NARROW_8_BIT, WIDE
 from engine.worker.cuda.sampling.sampling_kernels import SamplingTensors, sample
 from tests.engine.worker.sampling.draws import draws_of
 
@@ -30,7 +30,7 @@ def test_every_kernel_passes_its_trial(kernels: library.TritonKernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, FP8])
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("tiling", [FIXED, WIDE, NARROW_8_BIT, MANY_ROWS_8_BIT], ids=str)
 def test_products_and_their_independence_of_other_rows(
     kernels: library.TritonKernels, dtype: torch.dtype, tiling: object
 ) -> None:

@@ -6,20 +6,15 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
 
-from engine.errors import KernelFaulted, StartupError
+from engine.errors import StartupError
 from engine.transport.process_memory import available_bytes
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
-from engine.worker.cuda.choice_file import file_of
 from engine.worker.cuda.formats import kv_format, weight_format
 from engine.worker.cuda.gpu import Gpu, TorchGpu
-from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, kernel_trials, load
-from engine.worker.cuda.kernels.tiling import Tiling
+from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, load
 from engine.worker.cuda.memory import GpuMemory, check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
-from engine.worker.cuda.model.gemm import torch_product
-from engine.worker.cuda.model.gemm_choice import FIXED_TILING, ChoosesTiling, MeasuredTilings
 from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels
 from engine.worker.cuda.model.linears import FastProducts
 from engine.worker.cuda.model.operators import STORED, CudaOperators
@@ -122,7 +117,7 @@ class CudaDevice:
         is_plain = self.attentions == (PLAIN_ATTENTION,) or dtype is torch.float32
         self._kernels = None if is_plain else kernels
         self._triton = NO_KERNELS if is_plain else triton
-        self._choice = self._tiling_choice()
+        self._check_invariance()
         self._operators: CudaOperators | None = None  # set by `operators`
         self._transfers: DeviceTransfers | None = None  # made by `transfers`
         self._progress: Progress = _no_progress  # replaced by `prepare`
@@ -159,7 +154,9 @@ class CudaDevice:
     def operators(self) -> Operators:
         """Operators that place weights on the GPU in the configured weight format."""
         kernels = self._triton.sampling
-        fast = FastProducts(self._triton.quantization, self._triton.gemm, self._choice)
+        fast = FastProducts(
+            self._triton.quantization, self._triton.gemm, self._settings.kernels.batch_invariant
+        )
         self._operators = CudaOperators(
             self._gpu.place,
             self.formats.dtype,
@@ -196,8 +193,6 @@ class CudaDevice:
         this machine are compiled first.
         """
         first_runs = {} if self._operators is None else dict(self._operators.first_runs)
-        if isinstance(self._choice, MeasuredTilings):
-            first_runs["matrix products"] = self._measure_products
         with fitting(self._gpu):
             warm_up({**first_runs, "attention and all else": profile_run}, self._progress)
         share = min(1.0, self._graph_sizes.largest / self._settings.max_batch_tokens)
@@ -240,20 +235,15 @@ class CudaDevice:
         """An illegal access of a kernel fails all later calls of this process."""
         self._streams.synchronize()
 
-    def _tiling_choice(self) -> ChoosesTiling:
-        """Measured tilings, or the fixed one of batch-invariant mode, which needs the kernel."""
+    def _check_invariance(self) -> None:
+        """Batch-invariant mode needs our kernel for matrix products."""
         if not self._settings.kernels.batch_invariant:
-            return MeasuredTilings(
-                file_of(
-                    self._settings.kernels.gemm_cache, self._gpu.model, "torch", torch.__version__
-                )
-            )
+            return
         if self._triton.gemm is None or self.attentions == (PLAIN_ATTENTION,):
             raise StartupError(
                 "--batch-invariant needs --attention flashinfer, a 16-bit --dtype and the Triton "
                 "kernel for matrix products, which is not usable here (see the log)"
             )
-        return FIXED_TILING
 
     @property
     def _graph_sizes(self) -> GraphSizes:
@@ -265,27 +255,6 @@ class CudaDevice:
         return GraphSizes(
             graph_sizes(settings.max_batch_size), () if is_invariant else mixed_sizes(most)
         )
-
-    def _measure_products(self) -> None:
-        """Choose the kernel of each matrix product of few rows."""
-        assert isinstance(self._choice, MeasuredTilings), "the mode that measures"
-        gemm = self._triton.gemm
-        if gemm is None:
-            return
-
-        def product(x: Tensor, weight: Tensor, kernel: Tiling | str) -> object:
-            if isinstance(kernel, Tiling):
-                return gemm.product(x, weight, kernel, self.formats.dtype, gemm.Epilogue())
-            return torch_product(x, weight, self.formats.dtype)
-
-        trials = kernel_trials(self._gpu.place, self._settings.kernels.gemm_cache)
-        try:
-            with torch.inference_mode():
-                self._choice.measure(product, self._streams.seconds, trials)
-        except KernelFaulted:
-            raise
-        except Exception as error:  # a measurement must not end the start
-            logger.warning("matrix products that were not measured are torch's: %s", error)
 
 
 def row_kernels() -> Kernels:

@@ -95,13 +95,13 @@ def _rows() -> Iterator[Variant]:
 
 
 def _products() -> Iterator[Variant]:
-    gemm = import_module(f"{PACKAGE}.gemm")
-    tilings = import_module("engine.worker.cuda.model.gemm_choice").TILINGS
+    gemm, found = import_module(f"{PACKAGE}.gemm"), import_module(f"{PACKAGE}.tiling")
     for dtype, kind in (("bf16", "fp32"), ("i8", "i32"), ("fp8e4nv", "fp32")):
         types = {"x": f"*{dtype}", "weight": f"*{dtype}", "out": "*bf16", "parts": f"*{kind}"}
         types |= {"x_scales": "*fp32", "weight_scales": "*fp32", "bias": "*bf16"}
         has = {"HAS_SCALES": dtype != "bf16", "HAS_BIAS": False, "HAS_ADDED": True}
-        for tiling in tilings:
+        in_8_bits = () if dtype == "bf16" else (found.NARROW_8_BIT, found.MANY_ROWS_8_BIT)
+        for tiling in (found.FIXED, found.WIDE, *in_8_bits):
             constants = {
                 "BLOCK_M": tiling.block_m,
                 "BLOCK_N": tiling.block_n,

@@ -20,13 +20,12 @@ from engine.errors import KernelFaulted
 from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials, file_of
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import FP8, CacheRows, QuantizedRows
-from engine.worker.cuda.kernels.tiling import Tiling
+from engine.worker.cuda.kernels.tiling import FIXED, MANY_ROWS_8_BIT, NARROW_8_BIT, WIDE
 
 logger = logging.getLogger(__name__)
 
 PACKAGE = "engine.worker.cuda.kernels"
 NOT_USED = "Triton kernel %s is not used, torch takes its place: %s"
-TRIAL_TILINGS = (Tiling(16, 64, 64, 1, 4, 3), Tiling(64, 64, 64, 2, 4, 3))
 
 
 class WrongResult(Exception):
@@ -106,12 +105,17 @@ class Trial:
             raise WrongResult(f"sampled {found.tolist()} instead of [7, 7, 400]")
 
     def gemm(self, module: ModuleType) -> None:
-        """Products with and without splits."""
+        """Products in this dtype, and in int8 with splits."""
         x, weight, add_to = self.noise(5, 160), self.noise(72, 160, seed=1), self.noise(5, 72)
-        wanted = reference.product(x, weight, self.dtype, add_to=add_to)
-        for tiling in TRIAL_TILINGS:
-            epilogue = module.Epilogue(add_to=add_to.clone())
-            check("product", module.product(x, weight, tiling, self.dtype, epilogue), wanted)
+        in_int8 = [(20 * each).to(torch.int8) for each in (x, weight)]
+        for tilings, pair in (
+            ((FIXED, WIDE), (x, weight)),
+            ((NARROW_8_BIT, MANY_ROWS_8_BIT), in_int8),
+        ):
+            wanted = reference.product(*pair, self.dtype, add_to=add_to)
+            for tiling in tilings:
+                epilogue = module.Epilogue(add_to=add_to.clone())
+                check("product", module.product(*pair, tiling, self.dtype, epilogue), wanted)
 
 
 TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {

@@ -1,6 +1,14 @@
-"""How a product is divided among thread blocks."""
+"""How a product is divided among thread blocks, and which products are our Triton kernel's.
+
+A decode step is as fast as its weights are read. Up to 16 rows our kernel reads wide weights and
+those of 8 bits fastest, and up to 64 rows those of 8 bits, whose scales it applies as well:
+measured on an H200 for the shapes in examples/benchmarks/results/gpu/h200/gemm.json. Where torch is
+within a few percent, it is used.
+"""
 
 from dataclasses import astuple, dataclass
+
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +28,19 @@ class Tiling:
 
     def __str__(self) -> str:
         return "x".join(map(str, astuple(self)))
+
+
+FIXED = Tiling(64, 128, 64, 1, 4, 4)  # of every product in batch-invariant mode
+WIDE = Tiling(16, 64, 128, 1, 4, 4)
+NARROW_8_BIT = Tiling(16, 64, 128, 4, 4, 4)
+MANY_ROWS_8_BIT = Tiling(64, 64, 128, 2, 4, 4)
+MIN_WIDE = 16384  # outputs from which on there are enough blocks without splits
+
+
+def tiling_of(rows: int, weight: Tensor) -> Tiling | None:
+    """The tiling of a product of so many rows with a weight `[outputs, width]`; None: torch."""
+    is_8_bit = weight.itemsize == 1
+    if rows <= WIDE.block_m:
+        narrow = NARROW_8_BIT if is_8_bit else None
+        return WIDE if len(weight) >= MIN_WIDE else narrow
+    return MANY_ROWS_8_BIT if is_8_bit and rows <= MANY_ROWS_8_BIT.block_m else None

@@ -27,13 +27,3 @@ def fp8_product(
     return torch._scaled_mm(
         x, weight.t(), scale_a=scales, scale_b=weight_scales.t(), out_dtype=dtype
     )
-
-
-def torch_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x @ weight.T` by torch in any format of linears, with scales of 1: for measurements."""
-    if x.dtype == torch.int8:
-        return int8_product(x, weight).to(dtype)
-    if x.dtype == FP8:
-        ones = [torch.ones((len(each), 1), device=x.device) for each in (x, weight)]
-        return fp8_product(x, weight, ones[0], ones[1], dtype)
-    return F.linear(x, weight)

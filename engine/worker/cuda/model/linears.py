@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import QuantizedRows
+from engine.worker.cuda.kernels.tiling import FIXED, tiling_of
 from engine.worker.cuda.model.gemm import (
     FP8,
     FP8_ALIGNMENT,
@@ -23,7 +24,6 @@ from engine.worker.cuda.model.gemm import (
     fp8_product,
     int8_product,
 )
-from engine.worker.cuda.model.gemm_choice import FIXED_TILING, ChoosesTiling
 from engine.worker.ports import Linear, Weight
 from engine.worker.weights.formats.int8 import MAX_INT8, Int8Weight
 
@@ -32,17 +32,18 @@ ROWS_AT_ONCE = 4096  # output channels quantized or dequantized at a time
 
 @dataclass(frozen=True, slots=True)
 class FastProducts:
-    """Our Triton kernels for 8-bit rows and products of few rows; without them torch is used."""
+    """Our Triton kernels for 8-bit rows and products of few rows; without them torch is used.
+    Batch-invariant products have one tiling, so that a row's result does not depend on others."""
 
     rows: ModuleType | None = None
     gemm: ModuleType | None = None
-    choice: ChoosesTiling = FIXED_TILING
+    is_batch_invariant: bool = False
 
     def product(
         self, x: Tensor, weight: Tensor, dtype: torch.dtype, *epilogue: Tensor | None
     ) -> Tensor | None:
         """`x @ weight.T` with its scales, bias and `add_to`; None if torch is chosen."""
-        tiling = None if self.gemm is None else self.choice.tiling(len(x), weight)
+        tiling = FIXED if self.is_batch_invariant else tiling_of(len(x), weight)
         if self.gemm is None or tiling is None:
             return None
         found: Tensor = self.gemm.product(x, weight, tiling, dtype, self.gemm.Epilogue(*epilogue))
@@ -204,7 +205,6 @@ def float_linear(
 ) -> FloatLinear:
     """A linear with weights in the dtype of the activations."""
     weight = stacked(weights, dtype)
-    fast.choice.register(weight)
     return FloatLinear(weight, bias, fast)
 
 
@@ -220,7 +220,6 @@ def int8_linear(
         torch.cat([each.values for each in quantized]),
         torch.cat([each.scales for each in quantized]),
     )
-    fast.choice.register(whole.values)
     return CudaInt8Linear(whole, bias, fast)
 
 
@@ -232,7 +231,6 @@ def fp8_linear(
     values, scales = (torch.cat(parts) for parts in zip(*quantized, strict=True))
     if any(size % FP8_ALIGNMENT for size in values.shape):
         return float_linear([(values.float() * scales).to(dtype)], bias, dtype, fast)
-    fast.choice.register(values)
     return CudaFp8Linear(values, scales, bias, fast)
 
 

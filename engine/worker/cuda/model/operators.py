@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from engine.worker.cuda.model.experts import GroupedExperts, MaskedExperts, why_not_grouped
-from engine.worker.cuda.model.gemm_choice import FixedTiling
 from engine.worker.cuda.model.kernels import Kernels, fits
 from engine.worker.cuda.model.linears import (
     PLAIN,
@@ -119,7 +118,7 @@ class CudaOperators(TorchOperators):
         return MaskedExperts(self._linears_of(experts), routing, activation)
 
     def _why_not_grouped(self, sizes: Sequence[int]) -> str:
-        if self._fast.gemm is not None and isinstance(self._fast.choice, FixedTiling):
+        if self._fast.is_batch_invariant:
             return "--batch-invariant"
         is_gpu = self._place.type == "cuda"
         capability = torch.cuda.get_device_capability(self._place) if is_gpu else (0, 0)

@@ -19,7 +19,6 @@ from adapters.attention.flashinfer.backend import FlashInferAttention
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.model.fusion import fused
-from engine.worker.cuda.model.gemm_choice import FIXED_TILING
 from engine.worker.cuda.model.linears import FastProducts
 from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.model.layers import (
@@ -155,7 +154,7 @@ def decoder(
     """Three equal layers, of one worker or of one of two ranks."""
     rows = triton_rows(counter) if is_fused else None
     gemm = triton_gemm(counter) if is_fused and weights != "bfloat16" else None
-    fast = FastProducts(rows, gemm, FIXED_TILING)
+    fast = FastProducts(rows, gemm, is_batch_invariant=True)
     kernels = CountedKernels(counter=counter)
     operators = CudaOperators(CPU, torch.bfloat16, weights, kernels, fast)
 

@@ -1,0 +1,69 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.worker.cuda.kernels.tiling import (
+    FIXED,
+    MANY_ROWS_8_BIT,
+    NARROW_8_BIT,
+    WIDE,
+    Tiling,
+    tiling_of,
+)
+from engine.worker.cuda.model.linears import FastProducts
+
+MEASURED = Path(__file__).parents[5] / "examples/benchmarks/results/gpu/h200/gemm.json"
+
+
+def weight(outputs: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(outputs, width, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "dtype", "wanted"),
+    [
+        (1, 128256, torch.bfloat16, WIDE),
+        (16, 28672, torch.int8, WIDE),
+        (16, 4096, torch.bfloat16, None),
+        (16, 4096, torch.float8_e4m3fn, NARROW_8_BIT),
+        (17, 128256, torch.bfloat16, None),
+        (64, 4096, torch.int8, MANY_ROWS_8_BIT),
+        (65, 4096, torch.int8, None),
+    ],
+)
+def test_few_rows_of_wide_and_of_8_bit_weights_are_our_kernels(
+    rows: int, outputs: int, dtype: torch.dtype, wanted: Tiling | None
+) -> None:
+    assert tiling_of(rows, weight(outputs, 4096, dtype)) == wanted
+
+
+def test_the_choice_is_what_was_measured_for_most_shapes() -> None:
+    measured = json.loads(MEASURED.read_text())
+    agrees = []
+    for shape, name in measured.items():
+        rows, sizes = shape.split(" rows, ")
+        outputs, width, dtype = sizes.replace(" x ", " ").split()
+        chosen = tiling_of(int(rows), weight(int(outputs), int(width), getattr(torch, dtype)))
+        agrees.append(name == ("torch" if chosen is None else str(chosen)))
+    assert sum(agrees) >= 0.7 * len(agrees)
+
+
+def test_batch_invariant_products_have_one_tiling_whatever_the_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = []
+
+    class Gemm:
+        Epilogue = tuple
+
+        @staticmethod
+        def product(x: object, weight: object, tiling: Tiling, *_: object) -> object:
+            used.append(tiling)
+            return x
+
+    fast = FastProducts(None, Gemm, is_batch_invariant=True)  # type: ignore[arg-type]
+    for rows in (1, 64, 5000):
+        fast.product(torch.ones(rows, 32), torch.ones(48, 32), torch.float32)
+    assert used == [FIXED] * 3
