@@ -6,9 +6,10 @@ their times are known in advance (`CostModel` is linear in the slots that decode
 results are committed together. All figures are equal, bit for bit, to those of single steps.
 
 A leap is possible if every started request decodes and has a seat, and no waiting request can
-start. With requests waiting that holds only while a plan would try the same ones in vain: under
-FCFS, with no block or seat becoming free. It ends with the first request that finishes, and
-before blocks run short. Policies other than FCFS are still called for each step and request.
+start. With requests waiting that holds only while a plan would try the same ones in vain: with no
+block or seat becoming free. It ends with the first request that finishes, and
+before blocks run short. Other policies than FCFS may change their order in every iteration, so
+they have no leaps: under load hardly any iteration is like the one before.
 """
 
 from bisect import bisect_right
@@ -41,11 +42,11 @@ class Leaps:
         self.cost = cost
         self.recorder = recorder
         self.outputs = outputs
-        self.is_fcfs = _is_fcfs(scheduler)
         kv = scheduler.kv
         has_host_tier = kv.shape.num_host_blocks > 0  # KV may be swapped in any plan
-        self._is_possible = kv.keeps_all and not has_host_tier and not kv.saves
-        self._goes_on_beside_waiting = self.is_fcfs and scheduler.settings.itl_goal == float("inf")
+        is_possible = kv.keeps_all and not has_host_tier and not kv.saves
+        self._is_possible = is_possible and _is_fcfs(scheduler)
+        self._goes_on_beside_waiting = scheduler.settings.itl_goal == float("inf")
 
     def begin(self, now: float, *, is_blocked: bool) -> "DecodeLeap | None":
         """The leap that begins with a plan at `now`; None if that plan has to be made.
@@ -97,9 +98,7 @@ class DecodeLeap:
         self._leaps = leaps
         self._scheduler = leaps.scheduler
         started = self._scheduler.pool.started
-        self.batch = list(started)
-        if leaps.is_fcfs:
-            self.batch = list(self._scheduler.policy.started_order(started, now))
+        self.batch = list(self._scheduler.policy.started_order(started, now))
         self.committed_at = now  # the last step's return, at which the next one is planned
         self._next = 0  # number of that step
         self._num_left = [leaps.num_left(request) for request in self.batch]
@@ -108,8 +107,6 @@ class DecodeLeap:
         self.seconds: list[float] = []  # the seconds of each step
         self._compute(now, self._num_with_blocks(min(MAX_STEPS, *self._num_left)))
         self._last_tokens = [request.times.last_token_at or now for request in self.batch]
-        if self.ends and not leaps.is_fcfs:
-            self._plan()
 
     def _compute(self, now: float, most: int) -> None:
         """The times of at most so many steps, up to the one at which the state is sampled."""
@@ -161,8 +158,6 @@ class DecodeLeap:
         stop = self._next
         while stop < len(self.ends) and self.ends[stop] < until:
             stop += 1
-        if not self._leaps.is_fcfs:
-            return self._commit_singly(stop)
         for steps in self._undisturbed(stop - self._next):
             if self._commit(steps):  # a waiting request can share a new block, so it may start
                 self.is_disturbed = True
@@ -199,7 +194,7 @@ class DecodeLeap:
         return islice(waiting, self._scheduler.settings.scan_limit)
 
     def _commit(self, count: int) -> bool:
-        """Commit so many steps under FCFS; returns whether a waiting request can share a block
+        """Commit so many steps; returns whether a waiting request can share a block
         that was published."""
         if not count:
             return False
@@ -282,48 +277,3 @@ class DecodeLeap:
         request.finish = FinishReason.STOP if is_stopped else FinishReason.LENGTH
         self._scheduler.pool.move(request, Move.PLAN)
         self._scheduler.lifecycle.leave(request, self.committed_at)
-
-    # Other policies than FCFS
-
-    def _plan(self) -> None:
-        """What a plan does: ask for the policy's order, and reserve blocks."""
-        order = self._scheduler.policy.order(self.committed_at)
-        self.batch = list(islice(order, self._scheduler.settings.max_batch_size))
-        for request in self.batch:
-            reserved = self._scheduler.kv.reserve(request, request.num_computed + 1)
-            assert reserved, "a leap ends before blocks run short"
-
-    def _commit_singly(self, stop: int) -> list[Request]:
-        """Commit the steps before number `stop` one by one; the requests that end with the last
-        one."""
-        leaps, scheduler, recorder = self._leaps, self._scheduler, self._leaps.recorder
-        ended: list[Request] = []
-        for number in range(self._next, stop):
-            seconds, now = self.seconds[number], self.ends[number]
-            self.committed_at = now
-            for request in self.batch:
-                recorder.add_gap(now - (request.times.last_token_at or now), 1)
-                if self._run(request, seconds):
-                    ended.append(request)
-            recorder.produced(self.batch, now)
-            recorder.num_iterations += 1
-            recorder.busy_seconds += seconds
-            leaps.cost.observe_tokens(len(self.batch), seconds)
-            scheduler.lifecycle.num_committed += 1
-            self._next = number + 1
-            if not self.is_committed:
-                self._plan()
-        recorder.sample_if_due(self.committed_at)
-        return ended
-
-    def _run(self, request: Request, seconds: float) -> bool:
-        """Commit one token of the request; returns whether the request ends with it."""
-        start, is_last = request.num_computed, self._leaps.num_left(request) == 1
-        request.num_computed = request.num_planned = start + 1
-        self._scheduler.policy.ran(request, 1, seconds, self.committed_at)
-        request.output += self._leaps.tokens(request, 1)
-        request.times.last_token_at = self.committed_at
-        self._scheduler.kv.publish(request, start)
-        if is_last:
-            self._end(request)
-        return is_last
