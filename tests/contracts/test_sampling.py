@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from engine.step import SampleSpec, SamplingParams
 from engine.worker.cpu.sampling import NativeSampling
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.model.torch_operators import TorchSampling
 from engine.worker.sampling.sampler import NO_MASKS, Sampler, uniform
 
@@ -28,7 +27,6 @@ CLOSE = 1e-4
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
     "numpy": lambda: Sampler(VOCAB, TorchSampling()),
     "native": lambda: Sampler(VOCAB, NativeSampling(NativeThreadPool(1))),
-    "torch": lambda: Sampler(VOCAB, DeviceSampling(torch.from_numpy)),
 }
 PLAIN = SamplingParams()
 SPECS = {

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.step import SampleSpec, SamplingParams
 from engine.worker.cuda.build_environment import prepare_environment
 from engine.worker.cuda.gpu import TorchGpu
+from engine.worker.cuda.kernels import library
 from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, FP8_MOST
 from engine.worker.cuda.model.kernels import FlashInferKernels, fits
 from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, fp8_linear, int8_linear
@@ -146,7 +147,9 @@ def test_rows_are_drawn_as_on_the_cpu(gpu: TorchGpu) -> None:
     ]
     places = list(range(40))
     wanted = Sampler(vocab, TorchSampling()).sample(logits.clone(), asked, places)
-    on_device = DeviceSampling(gpu.put)
+    kernels = library.load(gpu.place, torch.bfloat16).sampling
+    assert kernels is not None
+    on_device = DeviceSampling(gpu.put, kernels.sample)
     found = Sampler(vocab, on_device, gpu.put).sample(logits.to(gpu.place), asked, places)
     # exp() is rounded differently there: a point very near a border may fall to its neighbour
     alike = [one == other for one, other in zip(found.tokens, wanted.tokens, strict=True)]

@@ -6,7 +6,8 @@ from engine.step import SamplingParams
 from engine.worker.cuda.kernels import library, reference
 from engine.worker.cuda.kernels.reference import FP8
 from engine.worker.cuda.kernels.tiling import FIXED, MANY_ROWS_8_BIT, NARROW_8_BIT, WIDE
-from engine.worker.cuda.sampling.sampling_kernels import SamplingTensors, sample
+from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
+from engine.worker.model.torch_operators import TorchSampling
 from tests.engine.worker.sampling.draws import draws_of
 
 pytestmark = [
@@ -54,9 +55,9 @@ def test_sampled_ids_of_a_large_vocabulary(kernels: library.TritonKernels) -> No
     ]
     points = [(row + 0.5) / rows for row in range(rows)]
     draws = draws_of([some[row % 3] for row in range(rows)], points)
-    params = SamplingTensors.of(draws, vocab, lambda a: torch.from_numpy(a).to(GPU))
+    on_device = DeviceSampling(lambda a: torch.from_numpy(a).to(GPU), kernels.sampling.sample)
     logits = 3 * noise(rows, vocab)
-    found = sample(logits, params, kernels.sampling.sample).tolist()
-    wanted = sample(logits, params).tolist()
+    found = on_device.sample(logits, draws).tolist()
+    wanted = TorchSampling().sample(logits, draws).tolist()
     # exp() is rounded differently: a point very near a border may fall to its neighbour
     assert sum(one == other for one, other in zip(found, wanted, strict=True)) >= rows - 1

@@ -163,7 +163,7 @@ class CudaDevice:
             self._format,
             self._kernels,
             fast,
-            DeviceSampling(self._gpu.put, kernels.sample if kernels else None),
+            DeviceSampling(self._gpu.put, kernels.sample) if kernels else None,
         )
         return self._operators
 

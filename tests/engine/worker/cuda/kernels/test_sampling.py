@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.step import SampleSpec, SamplingParams
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling, SamplingTensors
+from engine.worker.model.torch_operators import TorchSampling
 from engine.worker.sampling import filters
 from engine.worker.sampling.filters import Floats
 from engine.worker.sampling.sampler import Sampler
@@ -36,7 +37,7 @@ def sample(logits: Floats, some: Sequence[SamplingParams], points: Sequence[floa
         torch.from_numpy(logits),
         params.temperatures,
         params.min_ps,
-        params.top_ks if params.most else None,
+        params.top_ks if params.has_top_k else None,
         params.top_ps if params.has_top_p else None,
         params.points,
     ).tolist()
@@ -88,10 +89,8 @@ def test_the_sampler_of_a_gpu_samples_the_same_ids_with_the_kernel_and_without()
     some = (SamplingParams(temperature=0.0), SamplingParams(top_p=0.8), SamplingParams(top_k=9))
     specs = [SampleSpec(replace(some[seed % 3], seed=seed)) for seed in seeds]
     found = [
-        Sampler(vocab, DeviceSampling(torch.from_numpy, kernel)).sample(
-            logits.clone(), specs, list(seeds)
-        )
-        for kernel in (None, sampling.sample)
+        Sampler(vocab, operators).sample(logits.clone(), specs, list(seeds))
+        for operators in (TorchSampling(), DeviceSampling(torch.from_numpy, sampling.sample))
     ]
     assert found[0] == found[1]
 

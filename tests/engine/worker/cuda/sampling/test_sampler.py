@@ -14,6 +14,7 @@ from engine.step import SampleSpec, SamplingParams
 from engine.worker.cpu.sampling import NativeSampling
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
+from engine.worker.model.torch_operators import TorchSampling
 from engine.worker.sampling.sampler import Masks, RowFault, SampledBatch, Sampler
 
 VOCAB = 37
@@ -52,7 +53,7 @@ masks = st.none() | st.builds(
 
 
 def on_device() -> Sampler:
-    return Sampler(VOCAB, DeviceSampling(torch.from_numpy))
+    return Sampler(VOCAB, TorchSampling())
 
 
 def logits_of(rows: int, seed: int) -> Tensor:
@@ -126,7 +127,10 @@ def test_the_first_half_reads_nothing_from_the_device() -> None:
     def put(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(NOWHERE)
 
-    sampler = Sampler(VOCAB, DeviceSampling(put), put)
+    def kernel(logits: Tensor, *_: Tensor | None) -> Tensor:
+        return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+
+    sampler = Sampler(VOCAB, DeviceSampling(put, kernel), put)
     pending = sampler.begin(
         torch.empty(4, VOCAB, device=NOWHERE), asked, [1, 2, 3, 4], Masks({0: Mask(all_bits, True)})
     )
