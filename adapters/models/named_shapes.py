@@ -16,30 +16,6 @@ NUMBERS = (
     "max_position_embeddings",
     "rope_theta",
 )
-LONGROPE = {
-    "type": "longrope",
-    "short_factor": [1.0] * 48,
-    "long_factor": [min(1.118320672**number, 33.0) for number in range(48)],
-}
-GRANITE: Mapping[str, float] = {
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.015625,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 8.0,
-}
-GPT2 = {
-    "architectures": ["GPT2LMHeadModel"],
-    "n_layer": 12,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-}
-FULL, SLIDING = "full_attention", "sliding_attention"
-LFM2_TYPES = ["conv", "conv", "full_attention"] * 2 + ["conv", "conv"]
-GRANITE_ATTENTION = (10, 13, 17, 27)  # out of 32 layers
 YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -64,20 +40,6 @@ def llama_like(
     }
 
 
-def opt(layers: int, hidden: int, heads: int) -> Config:
-    return {
-        "architectures": ["OPTForCausalLM"],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "ffn_dim": 4 * hidden,
-        "num_attention_heads": heads,
-        "activation_function": "relu",
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    }
-
-
 def llama3(factor: float) -> dict[str, object]:
     return {
         "rope_type": "llama3",
@@ -92,12 +54,6 @@ llama = partial(llama_like, "LlamaForCausalLM")
 qwen2 = partial(llama_like, "Qwen2ForCausalLM", eps=1e-6)
 qwen3 = partial(llama_like, "Qwen3ForCausalLM", eps=1e-6)
 mistral = partial(llama_like, "MistralForCausalLM")
-smollm3 = partial(llama_like, "SmolLM3ForCausalLM", eps=1e-6)
-glm4 = partial(llama_like, "Glm4ForCausalLM", attention_bias=True, partial_rotary_factor=0.5)
-ernie = partial(llama_like, "Ernie4_5ForCausalLM")
-phi3 = partial(llama_like, "Phi3ForCausalLM", original_max_position_embeddings=4096)
-olmo2 = partial(llama_like, "Olmo2ForCausalLM", eps=1e-6)
-granite = partial(llama_like, "GraniteForCausalLM")
 
 
 def gemma3(layers: int, hidden: int, inner: int) -> Config:
@@ -113,35 +69,6 @@ def gemma3(layers: int, hidden: int, inner: int) -> Config:
         sliding_window=512,
         sliding_window_pattern=6,
         rope_local_base_freq=10000.0,
-    )
-
-
-def gemma4(
-    *, layers: int, hidden: int, inner: int, kv_heads: int, period: int, shared: int
-) -> Config:
-    """A text-only Gemma 4 with embeddings per layer; each `period`th layer has full attention, and
-    the last `shared` ones have no KV of their own."""
-    return llama_like(
-        "Gemma4ForCausalLM",
-        *(layers, hidden, inner, 8, kv_heads, 262144, 131072, 1e6),
-        tied=True,
-        eps=1e-6,
-        head_dim=256,
-        global_head_dim=512,
-        hidden_activation="gelu_pytorch_tanh",
-        sliding_window=512,
-        layer_types=[FULL if each % period == 0 else SLIDING for each in range(1, layers + 1)],
-        hidden_size_per_layer_input=256,
-        num_kv_shared_layers=shared,
-        final_logit_softcapping=30.0,
-        rope_parameters={
-            FULL: {
-                "rope_type": "proportional",
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 1000000.0,
-            },
-            SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
-        },
     )
 
 
@@ -163,77 +90,18 @@ def qwen3_5(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, val
     )
 
 
-LFM2_TYPES += ["full_attention", "conv"] * 4
-
-
 # layers, hidden and inner size, heads, KV heads, vocabulary, positions, RoPE's theta
 SHAPES: Mapping[str, Config] = {
     "Llama-3.1-8B": llama(32, 4096, 14336, 32, 8, 128256, 131072, 5e5, rope_scaling=llama3(8.0)),
-    "Llama-3.2-1B": llama(
-        16, 2048, 8192, 32, 8, 128256, 131072, 5e5, tied=True, rope_scaling=llama3(32.0)
-    ),
     "Qwen2.5-0.5B": qwen2(24, 896, 4864, 14, 2, 151936, 32768, 1e6, tied=True),
-    "Qwen2.5-1.5B": qwen2(28, 1536, 8960, 12, 2, 151936, 32768, 1e6, tied=True),
     "Qwen2.5-7B": qwen2(28, 3584, 18944, 28, 4, 152064, 32768, 1e6),
-    "Qwen3-0.6B": qwen3(28, 1024, 3072, 16, 8, 151936, 40960, 1e6, tied=True, head_dim=128),
     "Qwen3-4B": qwen3(36, 2560, 9728, 32, 8, 151936, 40960, 1e6, tied=True, head_dim=128),
     "Mistral-7B": mistral(32, 4096, 14336, 32, 8, 32768, 32768, 1e6),
-    "SmolLM3-3B": smollm3(36, 2048, 11008, 16, 4, 128256, 65536, 5e6, tied=True),
-    "GLM-4-9B": glm4(40, 4096, 13696, 32, 2, 151552, 32768, 1e4, head_dim=128),
-    "ERNIE-4.5-0.3B": ernie(18, 1024, 3072, 16, 2, 103424, 131072, 5e5, tied=True, head_dim=128),
-    "Phi-4-mini": phi3(
-        *(32, 3072, 8192, 24, 8, 200064, 131072, 1e4),
-        tied=True,
-        partial_rotary_factor=0.75,
-        rope_scaling=LONGROPE,
-    ),
-    "OLMo-2-1B": olmo2(16, 2048, 8192, 16, 16, 100352, 4096, 5e5),
-    "Granite-3.3-2B": granite(40, 2048, 8192, 32, 8, 49159, 131072, 1e7, tied=True, **GRANITE),
-    "OPT-125M": opt(layers=12, hidden=768, heads=12),
-    "OPT-1.3B": opt(layers=24, hidden=2048, heads=32),
-    "GPT-2": GPT2,
     "M110": llama(12, 768, 2048, 12, 4, 32000, 4096, 1e4),
     "TINY": llama(2, 64, 128, 2, 1, 32000, 4096, 1e4),
-    "Gemma-2-2B": llama_like(
-        "Gemma2ForCausalLM",
-        *(26, 2304, 9216, 8, 4, 256000, 8192, 1e4),
-        tied=True,
-        eps=1e-6,
-        head_dim=256,
-        sliding_window=4096,
-    ),
     "Gemma-3-270M": gemma3(layers=18, hidden=640, inner=2048),
     "Gemma-3-1B": gemma3(layers=26, hidden=1152, inner=6912),
-    "Gemma-4-E2B": {
-        **gemma4(layers=35, hidden=1536, inner=6144, kv_heads=1, period=5, shared=20),
-        "use_double_wide_mlp": True,
-    },
-    "Gemma-4-E4B": gemma4(layers=42, hidden=2560, inner=10240, kv_heads=2, period=6, shared=18),
     "Qwen3.5-0.8B": qwen3_5(24, 1024, 3584, heads=8, kv_heads=2, values=16),
-    "Qwen3.5-2B": qwen3_5(24, 2048, 6144, heads=8, kv_heads=2, values=16),
-    "LFM2-1.2B": llama_like(
-        "Lfm2ForCausalLM",
-        *(16, 2048, 12288, 32, 8, 65536, 128000, 1e6),
-        tied=True,
-        norm_eps=1e-5,
-        conv_L_cache=3,
-        layer_types=LFM2_TYPES,
-    ),
-    "Granite-4.0-H-350M": llama_like(
-        "GraniteMoeHybridForCausalLM",
-        *(32, 768, 2048, 12, 4, 100352, 32768, 1e4),
-        tied=True,
-        layer_types=["attention" if at in GRANITE_ATTENTION else "mamba" for at in range(32)],
-        shared_intermediate_size=2048,
-        num_local_experts=0,
-        mamba_n_heads=48,
-        mamba_d_head=32,
-        mamba_d_state=128,
-        embedding_multiplier=12.0,
-        attention_multiplier=0.015625,
-        residual_multiplier=0.246,
-        logits_scaling=3.0,
-    ),
     "Qwen3.5-4B": qwen3_5(32, 2560, 9216, heads=16, kv_heads=4, values=32),
     "Qwen3-30B-A3B": llama_like(
         "Qwen3MoeForCausalLM",

@@ -95,7 +95,7 @@ def test_two_steps_may_be_in_flight_with_limits_of_an_earlier_run(tmp_path: Path
     ("flags", "says"),
     [
         (["--offline", "Llama-9"], "unknown shape 'Llama-9'; known: Llama-3.1-8B, "),
-        (["--offline", "GPT-2", "--context", "1025"], "need 1025 positions, but GPT-2 has 1024"),
+        (["--offline", "M110", "--context", "4097"], "need 4097 positions, but M110 has 4096"),
         (["--offline", "TINY", "--batch-sizes", "1000000000"], "are available"),
     ],
 )

@@ -43,8 +43,6 @@ def test_matrices_are_those_that_the_checkpoints_have() -> None:
     elements = {name: WeightSizes.of(config).elements for name, config in SHAPES.items()}
     assert elements["Llama-3.1-8B"] == 8_030_261_248 - 128256 * 4096 - 65 * 4096
     assert elements["Qwen2.5-0.5B"] == 494_032_768 - 49 * 896 - 24 * (896 + 2 * 128)
-    norms_and_biases = 25 * 2 * 768 + 12 * (3 + 1 + 4 + 1) * 768
-    assert elements["GPT-2"] == 124_439_808 - 1024 * 768 - norms_and_biases
     embedding, norms = 50304 * 2048, (4 * 16 + 1) * 2048
     assert elements["OLMoE-1B-7B"] == 6_919_161_856 - embedding - norms
     norms_and_sinks = 49 * 2880 + 24 * 64
@@ -53,8 +51,6 @@ def test_matrices_are_those_that_the_checkpoints_have() -> None:
     assert elements["gpt-oss-20b"] == 20_914_757_184 - embedding - norms_and_sinks - biases
     embedding, norms = 151936 * 2048, 97 * 2048 + 48 * 2 * 128
     assert elements["Qwen3-30B-A3B"] == 30_532_122_624 - embedding - norms
-    assert elements["OPT-125M"] == 50272 * 768 + 12 * (4 * 768 * 768 + 2 * 768 * 3072)
-    assert elements["Qwen3-0.6B"] == 596_049_920 - 57 * 1024 - 28 * 2 * 128
 
 
 def test_a_decode_reads_all_matrices_and_the_context_of_each_request() -> None:
