@@ -24,10 +24,9 @@ class StandIn(StandInStream):
     num_processors = 4
     names = ("Standing GPU", "flashinfer", "0")
 
-    def __init__(self, *, is_fused: bool = False, capability: tuple[int, int] = (8, 0)) -> None:
+    def __init__(self, *, capability: tuple[int, int] = (8, 0)) -> None:
         """XQA needs capability (9, 0)."""
         super().__init__()
-        self.is_fused = is_fused  # whether there is a kernel for RoPE and cache write
         self.capability = capability
         self.packed_error = ""  # that XQA raises
         self.packed_faults = False  # whether XQA leaves a device that computes nothing more
@@ -56,10 +55,8 @@ class StandIn(StandInStream):
         assert wrapper.size, "a wrapper that is not for graphs"
         return wrapper.parts_rows, wrapper.size
 
-    def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite | None:
-        """The kernel's reference where it stands in for the kernel."""
-        if not self.is_fused:
-            return None
+    def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite:
+        """The kernel's reference."""
 
         def write(*given: Any) -> None:
             self.calls.append(("rope_and_cache_write", {}))
@@ -67,19 +64,6 @@ class StandIn(StandInStream):
             rope_and_cache_write(*given)
 
         return write
-
-    def apply_rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
-        self.check_device("rows", rows, torch.int32)
-        assert cos_sin.dtype == torch.float32
-        assert cos_sin.is_contiguous()
-        assert rows.tolist() == list(range(len(q)))
-        cos, sin = (half[:, None].double() for half in cos_sin.chunk(2, dim=-1))
-        for heads in (q, k):
-            heads.view(len(heads), -1)  # as FlashInfer demands
-            rotated = heads[..., : cos_sin.shape[-1]]
-            first, second = (half.double() for half in rotated.chunk(2, dim=-1))
-            turned = (first * cos - second * sin, second * cos + first * sin)
-            rotated.copy_(torch.cat(turned, dim=-1))
 
 
 class StandInPacked:

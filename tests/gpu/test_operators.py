@@ -15,7 +15,8 @@ from engine.step import SampleSpec, SamplingParams
 from engine.worker.cuda.build_environment import prepare_environment
 from engine.worker.cuda.gpu import TorchGpu
 from engine.worker.cuda.kernels import library
-from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, FP8_MOST
+from engine.worker.cuda.kernels.reference import FP8, LARGEST
+from engine.worker.cuda.model.gemm import FP8_BY_ROW
 from engine.worker.cuda.model.kernels import FlashInferKernels, fits
 from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, fp8_linear, int8_linear
 from engine.worker.cuda.model.operators import CudaOperators
@@ -120,7 +121,7 @@ def test_products_of_8_bit_floats(gpu: TorchGpu, rows: int) -> None:
     weight, x = noise(gpu, 128, 896), noise(gpu, rows, 896, seed=1)
     linear = fp8_linear([weight], None, torch.bfloat16)
     assert isinstance(linear, CudaFp8Linear)
-    scales = x.float().abs().amax(1, keepdim=True) / FP8_MOST
+    scales = x.float().abs().amax(1, keepdim=True) / LARGEST[FP8]
     wanted = (x.float() / scales).to(FP8).double() @ linear.values.double().T
     assert distance(linear(x), wanted * scales * linear.scales.T) < 2e-2  # sums are kept short
 

@@ -22,10 +22,10 @@ from adapters.attention.flashinfer.fit import (
 from adapters.attention.flashinfer.launches import Geometry, MixedLaunch, Planned
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import Library
-from adapters.attention.flashinfer.rows import RopeAndWrite
 from adapters.attention.flashinfer.tables import PageTableArena, PageTableArenas, PageTables
 from adapters.attention.flashinfer.workspace import Workspaces, check_limits
 from engine.errors import StartupError
+from engine.worker.cuda.kernels.reference import CacheRows
 from engine.worker.ports import AttentionSpec, KVTensors, RaggedLayout, RopeAngles, ThreadPool
 
 NUM_ARENAS = 3
@@ -70,7 +70,10 @@ class FlashInferAttention:
                 for _ in range(NUM_ARENAS)
             ]
         )
-        self._rope_and_write = RopeAndWrite(library, spec, cache, sizes.tokens)
+        self._write = library.rope_and_cache_write(kv_dtype)
+        row = cache.keys[0].shape[2:]
+        self._rows_of_slots = tuple((k.view(-1, *row), v.view(-1, *row)) for k, v in self._pages)
+        self._scales = spec.k_scale, spec.v_scale
         self._mixed = self._mixed_launch()
         self._decodes = self._mixed_launch()
         self._captured = CapturedLaunches(
@@ -121,13 +124,25 @@ class FlashInferAttention:
         assert sinks is None, "specs with sinks are not supported"
         assert k is not None, "specs without KV of their own are not supported"
         assert v is not None, "specs without KV of their own are not supported"
-        is_contiguous = self._planned[0].launch.takes_contiguous
-        slots = self._slots[: len(q)]
-        q = self._rope_and_write(layer, slots, (q, k, v), rope, is_contiguous=is_contiguous)
+        q = self._rope_and_write(layer, q, k, v, rope)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for planned in self._planned:
             planned.launch.run(q[planned.rows], self._pages[layer], out[planned.rows])
         return out
+
+    def _rope_and_write(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: RopeAngles | None
+    ) -> Tensor:
+        """Write k, rotated, and v to the cache; returns the rotated q, itself or a contiguous copy.
+
+        FlashInfer's own append kernel needs two more tables per step, does not quantize to fp8, and
+        reads out of bounds for padding rows. The layout has a slot for every row, padding included.
+        """
+        cache = CacheRows(self._slots[: len(q)], *self._rows_of_slots[layer], *self._scales)
+        angles = None if rope is None else (rope.cos, rope.sin)
+        q_out = q.new_empty(q.shape) if self._planned[0].launch.takes_contiguous else None
+        self._write(q, k, v, angles, cache, q_out)
+        return q if q_out is None else q_out
 
     def _is_split(self, layout: RaggedLayout) -> bool:
         """Whether the decodes of a mixed step get a launch of their own.

@@ -25,6 +25,7 @@ from adapters.attention.flashinfer.ports import (
 )
 from engine.errors import StartupError
 from engine.worker.cuda.build_environment import missing_norm_headers
+from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.library import has_fp8, load
 from engine.worker.cuda.kernels.reference import FP8
 from engine.worker.cuda.streams import CudaStreams
@@ -50,10 +51,6 @@ class FlashInfer:
         self._captured = package.BatchDecodeWithPagedKVCacheWrapper
         self._packed = package.decode.xqa_batch_decode_with_kv_cache
         self._version = str(package.__version__)
-        self._apply_rope = cast(
-            "Callable[[Tensor, Tensor, Tensor, int, Tensor, bool], None]",
-            package.apply_rope_with_cos_sin_cache_inplace,
-        )
         self._device = device
         self._write = load(device, dtype, choices).rope_and_cache_write
 
@@ -154,13 +151,8 @@ class FlashInfer:
         """The last plan's values that a graph contains as constants."""
         return tuple(int(each) for each in wrapper._plan_info)  # type: ignore[attr-defined]
 
-    def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite | None:
-        """Our Triton kernel, if it is verified on this GPU."""
+    def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite:
+        """Our Triton kernel, if it is verified on this GPU, else torch."""
         if self._write is None or (kept == FP8 and not has_fp8(self._device)):
-            return None
+            return reference.rope_and_cache_write
         return cast(RopeAndCacheWrite, self._write.rope_and_cache_write)
-
-    def apply_rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
-        """Rotate q and k in place."""
-        tokens, _, dim = q.shape
-        self._apply_rope(rows, q.view(tokens, -1), k.view(tokens, -1), dim, cos_sin, True)

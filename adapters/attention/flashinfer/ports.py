@@ -14,7 +14,7 @@ from engine.worker.cuda.kernels.reference import CacheRows
 from engine.worker.ports import AttentionSpec
 
 # RoPE of q, in place or into the last tensor, and of k on its way to the cache, with cosines and
-# sines `[tokens, dim / 2]` or None.
+# sines `[tokens, rotated / 2]` or None.
 RopeAndCacheWrite = Callable[
     [Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, CacheRows, Tensor | None], None
 ]
@@ -222,16 +222,7 @@ class Library(Protocol):
         """The last plan's values that a graph contains as constants."""
         ...
 
-    def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite | None:
-        """One kernel for RoPE and the cache write; `kept` is the dtype of the cache.
-
-        None: FlashInfer's RoPE and torch's indexed copies are used.
-        """
-        ...
-
-    def apply_rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
-        """Rotate q and k `[tokens, heads, dim]` in place by row `rows[t]` of `cos_sin`.
-
-        A row of `cos_sin` is float32 `[cosines, sines]`; the two halves of dim are the pairs.
-        """
+    def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite:
+        """RoPE and the cache write, in one launch if there is a kernel; `kept` is the dtype of the
+        cache."""
         ...

@@ -4,7 +4,8 @@ import torch
 
 from engine.errors import StartupError
 from engine.worker.cuda.gpu import Gpu
-from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW
+from engine.worker.cuda.kernels.reference import FP8
+from engine.worker.cuda.model.gemm import FP8_BY_ROW
 from engine.worker.cuda.model.operators import LINEARS, STORED
 from engine.worker.device import choose_dtype
 from engine.worker.ports import PreferredFormat, name_of

@@ -64,7 +64,8 @@ def _rope() -> Iterator[Variant]:
     pointers = dict.fromkeys(("q", "k", "v", "q_out"), "*bf16")
     pointers |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64"}
     pointers |= {"k_factor": "fp32", "v_factor": "fp32"}
-    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_HEADS": 8}
+    shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "BLOCK_HEADS": 8}
+    shape |= {"HALF": 64, "ROTATED": 64, "BLOCK_HALF": 64}
     for kept in ("bf16", "fp8e4nv"):
         types = pointers | {"keys": f"*{kept}", "values": f"*{kept}"}
         constants = {**shape, "HAS_ROPE": True, "IS_FP8": kept != "bf16", "WRITES_Q": True}

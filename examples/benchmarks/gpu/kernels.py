@@ -32,7 +32,7 @@ PACKED = ((128, 4), (128, 7), (64, 7))  # head size and query heads per KV head:
 
 
 def specs() -> list[Module]:
-    """FlashInfer's build specifications: RoPE, norm, gates, and attention in each dtype, by FA2 and
+    """FlashInfer's build specifications: norm, gates, and attention in each dtype, by FA2 and
     XQA."""
     import torch
 
@@ -44,9 +44,7 @@ def specs() -> list[Module]:
     def plain(q: torch.dtype, kv: torch.dtype, dim: int, *, window: bool = False) -> Module:
         return fa2(q, kv, dim, window=window, soft_cap=False)
 
-    found: list[Module] = [importlib.import_module("flashinfer.jit.rope").gen_rope_module()]
-    if not missing_norm_headers():
-        found.append(norm())
+    found: list[Module] = [] if missing_norm_headers() else [norm()]
     found += [plain(half, half, dim, window=each) for dim in (128, 64) for each in (False, True)]
     found += [plain(torch.float16, torch.float16, 128), plain(half, fp8, 128)]
     found += [xqa(half, PAGE, dim, group, window=False) for dim, group in PACKED]

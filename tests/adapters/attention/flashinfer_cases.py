@@ -103,7 +103,6 @@ def make(
     window: int | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
     limits: StepLimits = LIMITS,
-    is_fused: bool = False,
     is_batch_invariant: bool = False,
     capability: tuple[int, int] = (8, 0),
     choices: str = "",
@@ -117,6 +116,6 @@ def make(
     spec = AttentionSpec(
         4, 2, 8, 0.3, window, dtype, *scales, limits, is_batch_invariant, choices=choices
     )
-    stand_in = StandIn(is_fused=is_fused, capability=capability)
+    stand_in = StandIn(capability=capability)
     kind = kind or (SplitFlashInferAttention if splits else FlashInferAttention)
     return Made(kind(spec, cache, NativeThreadPool(1), stand_in), stand_in, cache, spec)

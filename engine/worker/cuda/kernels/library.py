@@ -107,15 +107,16 @@ class Trial:
     def gemm(self, module: ModuleType) -> None:
         """Products in this dtype, and in int8 with splits."""
         x, weight, add_to = self.noise(5, 160), self.noise(72, 160, seed=1), self.noise(5, 72)
-        in_int8 = [(20 * each).to(torch.int8) for each in (x, weight)]
-        for tilings, pair in (
-            ((FIXED, WIDE), (x, weight)),
-            ((NARROW_8_BIT, MANY_ROWS_8_BIT), in_int8),
+        x8, weight8 = ((20 * each).to(torch.int8) for each in (x, weight))
+        for tiling, left, right in (
+            (FIXED, x, weight),
+            (WIDE, x, weight),
+            (NARROW_8_BIT, x8, weight8),
+            (MANY_ROWS_8_BIT, x8, weight8),
         ):
-            wanted = reference.product(*pair, self.dtype, add_to=add_to)
-            for tiling in tilings:
-                epilogue = module.Epilogue(add_to=add_to.clone())
-                check("product", module.product(*pair, tiling, self.dtype, epilogue), wanted)
+            wanted = reference.product(left, right, self.dtype, add_to=add_to)
+            epilogue = module.Epilogue(add_to=add_to.clone())
+            check("product", module.product(left, right, tiling, self.dtype, epilogue), wanted)
 
 
 TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {

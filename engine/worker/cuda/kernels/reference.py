@@ -45,8 +45,9 @@ def rope_and_cache_write(
     """Rotate q in place, or into `q_out`; write the rotated k and v to the cache. All
     `[tokens, heads, dim]`.
 
-    `angles` are cosines and sines `[tokens, dim / 2]`; the two halves of dim are the pairs. None:
-    nothing is rotated. k is rounded to its own dtype before it is converted to fp8.
+    `angles` are cosines and sines `[tokens, rotated / 2]`; the two halves of the first `rotated`
+    dimensions are the pairs. None: nothing is rotated. k is rounded to its own dtype before it is
+    converted to fp8.
     """
     if angles is not None:
         (q if q_out is None else q_out).copy_(_rotated(q, *angles))
@@ -97,10 +98,12 @@ def gate_and_quantize(name: str, x: Tensor, dtype: torch.dtype) -> QuantizedRows
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = heads.float().chunk(2, dim=-1)
+    half = cos.shape[1]
+    sizes = [half, half, heads.shape[-1] - 2 * half]
+    first, second, rest = torch.split(heads.float(), sizes, dim=-1)
     cos, sin = cos[:, None].float(), sin[:, None].float()
     pairs = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat(pairs, dim=-1).to(heads.dtype)
+    return torch.cat((*pairs, rest), dim=-1).to(heads.dtype)
 
 
 def product(

@@ -36,72 +36,76 @@ def kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    ROTATED: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_ROPE: tl.constexpr,
     IS_FP8: tl.constexpr,
     WRITES_Q: tl.constexpr,
 ):
-    """Grid: tokens × (head blocks of q, then of k, then of v). Strides are in elements."""
+    """Grid: tokens × (head blocks of q, then of k, then of v). Strides are in elements.
+
+    Dimensions are handled in pairs: `ROTATED` pairs are turned, and lie in the first `2 * ROTATED`
+    dimensions of a head; the pairs of the others are only copied.
+    """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    dims = tl.arange(0, BLOCK_HALF)[None, :]
-    angle = token * angle_stride + dims
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    is_turned = pair < ROTATED
+    dims = tl.where(is_turned, pair, pair + ROTATED)
+    gap = tl.where(is_turned, ROTATED, HALF - ROTATED)  # to the second dimension of the pair
+    angle = token * angle_stride + pair
     if block < Q_BLOCKS:
         if WRITES_Q:
             heads = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-            mask = (heads < NUM_HEADS) & (dims < HALF)
+            mask = (heads < NUM_HEADS) & (pair < HALF)
             inside = heads * (2 * HALF) + dims
             at = q + token * q_stride + inside
-            first, second = _rotated(
-                at, mask, cos + angle, sin + angle, dims < HALF, HALF, HAS_ROPE
-            )
+            first, second = _rotated(at, mask, cos + angle, sin + angle, is_turned, gap, HAS_ROPE)
             q_at = q_out + token * q_out_stride + inside
             tl.store(q_at, first.to(q.dtype.element_ty), mask=mask)
-            tl.store(q_at + HALF, second.to(q.dtype.element_ty), mask=mask)
+            tl.store(q_at + gap, second.to(q.dtype.element_ty), mask=mask)
     else:
         slot = tl.load(slots + token)
         is_key = block < Q_BLOCKS + KV_BLOCKS
         block -= tl.where(is_key, Q_BLOCKS, Q_BLOCKS + KV_BLOCKS)
         heads = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-        mask = (heads < NUM_KV_HEADS) & (dims < HALF)
+        mask = (heads < NUM_KV_HEADS) & (pair < HALF)
         inside = heads * (2 * HALF) + dims
         to = slot * (NUM_KV_HEADS * 2 * HALF) + inside
         if is_key:
             at = k + token * k_stride + inside
-            left, right = _rotated(at, mask, cos + angle, sin + angle, dims < HALF, HALF, HAS_ROPE)
-            _store(keys + to, left, right, mask, k_factor, k.dtype.element_ty, HALF, IS_FP8)
+            left, right = _rotated(at, mask, cos + angle, sin + angle, is_turned, gap, HAS_ROPE)
+            _store(keys + to, left, right, mask, k_factor, k.dtype.element_ty, gap, IS_FP8)
         else:
-            left, right = _pairs(v + token * v_stride + inside, mask, HALF)
-            _store(values + to, left, right, mask, v_factor, v.dtype.element_ty, HALF, IS_FP8)
+            left, right = _pairs(v + token * v_stride + inside, mask, gap)
+            _store(values + to, left, right, mask, v_factor, v.dtype.element_ty, gap, IS_FP8)
 
 
 @triton.jit
-def _pairs(at, mask, HALF: tl.constexpr):
+def _pairs(at, mask, gap):
     first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    return first, tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(at + gap, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _rotated(at, mask, cos, sin, is_dim, HALF: tl.constexpr, HAS_ROPE: tl.constexpr):
-    """The halves of heads, after RoPE if there is one."""
-    first, second = _pairs(at, mask, HALF)
+def _rotated(at, mask, cos, sin, is_turned, gap, HAS_ROPE: tl.constexpr):
+    """The pairs of heads, after RoPE if there is one."""
+    first, second = _pairs(at, mask, gap)
     if HAS_ROPE:
-        c = tl.load(cos, mask=is_dim, other=0.0).to(tl.float32)
-        s = tl.load(sin, mask=is_dim, other=0.0).to(tl.float32)
+        c = tl.load(cos, mask=is_turned, other=1.0).to(tl.float32)
+        s = tl.load(sin, mask=is_turned, other=0.0).to(tl.float32)
         first, second = first * c - second * s, second * c + first * s
     return first, second
 
 
 @triton.jit
-def _store(
-    to, left, right, mask, factor, dtype: tl.constexpr, HALF: tl.constexpr, IS_FP8: tl.constexpr
-):
-    """Store both halves of heads, scaled if they are in 8 bits."""
+def _store(to, left, right, mask, factor, dtype: tl.constexpr, gap, IS_FP8: tl.constexpr):
+    """Store both dimensions of pairs, scaled if they are in 8 bits."""
     tl.store(to, _stored(left, factor, dtype, IS_FP8), mask=mask)
-    tl.store(to + HALF, _stored(right, factor, dtype, IS_FP8), mask=mask)
+    tl.store(to + gap, _stored(right, factor, dtype, IS_FP8), mask=mask)
 
 
 @triton.jit
@@ -149,6 +153,7 @@ def rope_and_cache_write(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
+        ROTATED=half if angles is None else cos.shape[1],
         BLOCK_HALF=block_half,
         BLOCK_HEADS=block_heads,
         HAS_ROPE=angles is not None,

@@ -4,8 +4,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-FP8 = torch.float8_e4m3fn
-FP8_MOST = 448.0
 FP8_BY_ROW = (9, 0)  # the first with one scale per row
 INT8_ROWS = 17  # torch._int_mm takes no fewer rows
 INT8_ALIGNMENT = 8  # both dimensions of a weight must be multiples of it

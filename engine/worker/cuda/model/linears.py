@@ -14,18 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.worker.cuda.kernels import reference
-from engine.worker.cuda.kernels.reference import QuantizedRows
+from engine.worker.cuda.kernels.reference import FP8, QuantizedRows
 from engine.worker.cuda.kernels.tiling import FIXED, tiling_of
 from engine.worker.cuda.model.gemm import (
-    FP8,
     FP8_ALIGNMENT,
-    FP8_MOST,
     INT8_ALIGNMENT,
     fp8_product,
     int8_product,
 )
 from engine.worker.ports import Linear, Weight
-from engine.worker.weights.formats.int8 import MAX_INT8, Int8Weight
+from engine.worker.weights.formats.int8 import Int8Weight
 
 ROWS_AT_ONCE = 4096  # output channels quantized or dequantized at a time
 
@@ -169,18 +167,6 @@ class CudaFp8Linear:
         return y if add_to is None else add_to.add_(y)
 
 
-def quantized_rows(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
-    """Quantize rows: `x / scale` in float32 `[rows, width]`, at most `most` in size, and scales
-    `[rows, 1]`.
-
-    A row of zeros has scale 1.
-    """
-    values = x.float()
-    largest = values.abs().amax(dim=1, keepdim=True)
-    scales = torch.where(largest > 0, largest / most, 1.0)
-    return (values / scales).clamp_(-most, most), scales
-
-
 def scaled_output(
     sums: Tensor, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
 ) -> Tensor:
@@ -260,9 +246,9 @@ def _quantize_int8(weight: Weight) -> Int8Weight:
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(len(weight), device=weight.device)
     for at in range(0, len(weight), ROWS_AT_ONCE):
-        steps, each = quantized_rows(weight[at : at + ROWS_AT_ONCE], MAX_INT8)
-        values[at : at + ROWS_AT_ONCE] = steps.round_()
-        scales[at : at + ROWS_AT_ONCE] = each[:, 0]
+        here = slice(at, at + ROWS_AT_ONCE)
+        values[here], each = reference.quantize_rows(weight[here], torch.int8)
+        scales[here] = each[:, 0]
     return Int8Weight(values, scales)
 
 
@@ -274,6 +260,5 @@ def _quantize_fp8(weight: Weight) -> tuple[Tensor, Tensor]:
     for at in range(0, outputs, ROWS_AT_ONCE):
         here = slice(at, at + ROWS_AT_ONCE)
         part = weight[here] if isinstance(weight, Tensor) else weight.rows(here).dequantize()
-        steps, scales[here] = quantized_rows(part, FP8_MOST)
-        values[here] = steps.to(FP8)
+        values[here], scales[here] = reference.quantize_rows(part, FP8)
     return values, scales

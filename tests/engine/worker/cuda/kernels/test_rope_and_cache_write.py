@@ -45,8 +45,9 @@ class Case:
         *,
         dtype: torch.dtype = torch.bfloat16,
         has_rope: bool = True,
+        rotated: int | None = None,
     ) -> "Case":
-        tokens, half = len(slots), shape.dim // 2
+        tokens, half = len(slots), (rotated or shape.dim) // 2
         qkv = noise(tokens, shape.heads + 2 * shape.kv_heads, shape.dim, dtype=dtype)
         pages = [
             noise(64, shape.kv_heads, shape.dim, seed=seed, dtype=torch.float32).to(kept)
@@ -99,6 +100,16 @@ def test_the_shapes_of_the_model_families(shape: Shape, kept: torch.dtype) -> No
 def test_float16_and_models_without_rope() -> None:
     check(Case.of(SHAPES[0], [3, 9], torch.float16, dtype=torch.float16))
     check(Case.of(SHAPES[2], [3, 9], torch.bfloat16, has_rope=False))
+
+
+@pytest.mark.parametrize("rotated", [2, 16, 48, 62])
+@pytest.mark.parametrize("kept", [torch.bfloat16, FP8])
+def test_the_dimensions_behind_those_that_are_rotated_stay(rotated: int, kept: torch.dtype) -> None:
+    case = Case.of(SHAPES[1], [5, 63, 0], kept, rotated=rotated)
+    before = case.qkv.clone()
+    check(case)
+    assert torch.equal(case.qkv[:, :, rotated:], before[:, :, rotated:])
+    assert not torch.equal(case.parts()[0][..., :rotated], before[:, :14, :rotated])
 
 
 @pytest.mark.parametrize("has_rope", [False, True])

@@ -82,17 +82,12 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class CountedStandIn(StandIn):
     """FlashInfer's kernels, and ours for RoPE and cache write."""
 
-    def __init__(self, counter: LaunchCounter, *, is_fused: bool) -> None:
-        super().__init__(is_fused=is_fused)
+    def __init__(self, counter: LaunchCounter) -> None:
+        super().__init__()
         self.counter = counter
 
     def rope_and_cache_write(self, kept: torch.dtype) -> Any:
-        found = super().rope_and_cache_write(kept)
-        return None if found is None else self.counter.wrap("rope and write", found)
-
-    def apply_rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, rows: Tensor) -> None:
-        with self.counter.kernel("rope"):
-            super().apply_rope(q, k, cos_sin, rows)
+        return self.counter.wrap("rope and write", super().rope_and_cache_write(kept))
 
     def captured(self, workspace: Tensor, buffers: Any) -> Any:
         wrapper = super().captured(workspace, buffers)
@@ -196,7 +191,7 @@ def decode(weights: str, *, is_fused: bool, is_ranked: bool = False) -> tuple[Te
     cache = KVTensors(tuple(pages[0]), tuple(pages[1]), 1)
     limits = StepLimits(max_requests=ROWS, max_tokens=ROWS, max_model_len=64)
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, 0.25, None, torch.bfloat16, limits=limits)
-    stand_in = CountedStandIn(counter, is_fused=is_fused)
+    stand_in = CountedStandIn(counter)
     stand_in.num_processors = 2 if is_fused else 400  # splits keys, as FlashInfer did in any graph
     attention = FlashInferAttention(spec, cache, NativeThreadPool(1), stand_in)
     step = padded(Paged(((3, 1),) * ROWS, 4).layout(), ROWS, spare_block=PAGES)
@@ -215,7 +210,7 @@ def decode(weights: str, *, is_fused: bool, is_ranked: bool = False) -> tuple[Te
 
 
 BEFORE = [
-    "norm", "linear", "rope", "index_copy_", "index_copy_", "attention", "merge", "addmm_",
+    "norm", "linear", "rope and write", "attention", "merge", "addmm_",
     "norm", "linear", "silu", "addmm_",
 ]  # fmt: skip
 AFTER = [
@@ -235,7 +230,7 @@ AFTER_8_BITS = [
 ]  # fmt: skip
 
 
-def test_a_layer_in_bfloat16_launches_9_kernels_instead_of_12() -> None:
+def test_a_layer_in_bfloat16_launches_9_kernels_instead_of_10() -> None:
     plain, before = decode("bfloat16", is_fused=False)
     found, after = decode("bfloat16", is_fused=True)
     assert before == BEFORE
@@ -244,19 +239,19 @@ def test_a_layer_in_bfloat16_launches_9_kernels_instead_of_12() -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
-def test_a_layer_in_8_bits_launches_10_kernels_instead_of_more_than_40(weights: str) -> None:
+def test_a_layer_in_8_bits_launches_10_kernels_instead_of_40(weights: str) -> None:
     plain, before = decode(weights, is_fused=False)
     found, after = decode(weights, is_fused=True)
-    assert len(before) > 40
+    assert len(before) >= 40
     assert after == AFTER_8_BITS
     assert float((found - plain).norm() / plain.norm()) < 0.05
 
 
-def test_a_layer_of_a_rank_launches_13_kernels_instead_of_16() -> None:
+def test_a_layer_of_a_rank_launches_13_kernels_instead_of_14() -> None:
     plain, before = decode("bfloat16", is_fused=False, is_ranked=True)
     found, after = decode("bfloat16", is_fused=True, is_ranked=True)
     assert before == [
-        "norm", "linear", "rope", "index_copy_", "index_copy_", "attention", "merge", "linear",
+        "norm", "linear", "rope and write", "attention", "merge", "linear",
         "all-reduce", "add_", "norm", "linear", "silu", "linear", "all-reduce", "add_",
     ]  # fmt: skip
     assert after == [

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cuda.model.gemm import FP8, INT8_ROWS
+from engine.worker.cuda.kernels.reference import FP8, quantize_rows
+from engine.worker.cuda.model.gemm import INT8_ROWS
 from engine.worker.cuda.model.linears import (
     CudaFp8Linear,
     CudaInt8Linear,
     FloatLinear,
     fp8_linear,
     int8_linear,
-    quantized_rows,
     stacked,
 )
 from engine.worker.ports import Linear, Weight
@@ -75,8 +75,8 @@ def test_int8_is_what_its_integers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = int8_linear([weight], None, torch.float32)
     assert isinstance(linear, CudaInt8Linear)
     assert torch.equal(linear.weight.values, weight.values)
-    steps, scales = quantized_rows(x, 127)
-    wanted = (steps.round() @ weight.values.float().T) * scales * weight.scales
+    values, scales = quantize_rows(x, torch.int8)
+    wanted = (values.float() @ weight.values.float().T) * scales * weight.scales
     assert torch.equal(linear(x), wanted)
 
 
