@@ -1,9 +1,9 @@
 """Attention on NVIDIA GPUs by FlashInfer, directly over the paged KV cache.
 
 A step is one launch per layer for prefills and decodes together, a decode being a prefill of one
-token, unless many decodes would be computed in the large tiles of the prefills. Steps can be
-captured in CUDA graphs: decode-only ones by the kernel that was faster at the start
-(`decode_choice`), others in one launch with the decodes' small tiles.
+token; in batch-invariant mode decodes have a launch of their own. Steps can be captured in CUDA
+graphs: decode-only ones by the kernel that was faster at the start (`decode_choice`), others in one
+launch with the decodes' small tiles.
 `plan` runs once a step on the host: it splits the work, fills pinned tables and starts their
 copies; `run` only submits kernels to the stream. The host waits for the device only if the table
 copies of three steps ago are not done.
@@ -29,15 +29,12 @@ from engine.worker.cuda.kernels.reference import CacheRows
 from engine.worker.ports import AttentionSpec, KVTensors, RaggedLayout, RopeAngles, ThreadPool
 
 NUM_ARENAS = 3
-SMALL_TILE = 16  # rows of q times the heads of a group: what a decode's tile holds
-MIN_DECODES = 16  # fewer do not pay for a launch of their own
 
 
 class FlashInferAttention:
     """A `CapturableAttention` by FlashInfer. All calls use one stream; the thread pool is
     unused."""
 
-    always_splits = False  # whether decodes of each mixed step get a launch of their own
     decode_kernel = AUTO  # the kernel of captured steps
 
     def __init__(
@@ -150,13 +147,8 @@ class FlashInferAttention:
         FlashInfer chooses the tile by the mean number of new tokens. In batch-invariant mode
         decodes always have the tile that they have without prefills.
         """
-        count, spec = layout.num_decodes, self._geometry.spec
-        if not 0 < count < layout.num_requests:
-            return False
-        group = spec.num_heads // spec.num_kv_heads
-        mean = layout.num_tokens * group / layout.num_requests
-        pays = count >= MIN_DECODES and mean > SMALL_TILE
-        return self.always_splits or spec.is_batch_invariant or pays
+        is_mixed = 0 < layout.num_decodes < layout.num_requests
+        return is_mixed and self._geometry.spec.is_batch_invariant
 
     def _upload(self, arena: PageTableArena, layout: RaggedLayout) -> Tensor:
         """Start the copies of slots and page indices to the device; returns the page indices."""
@@ -180,12 +172,6 @@ class FlashInferAttention:
     def _mixed_launch(self) -> MixedLaunch:
         wrapper = self._library.mixed(self._work.parts)
         return MixedLaunch(self._geometry, wrapper, self._library.event())
-
-
-class SplitFlashInferAttention(FlashInferAttention):
-    """Decodes of every mixed step get a separate launch with smaller tiles."""
-
-    always_splits = True
 
 
 class Fa2FlashInferAttention(FlashInferAttention):

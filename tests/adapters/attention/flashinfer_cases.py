@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from adapters.attention.flashinfer.backend import FlashInferAttention, SplitFlashInferAttention
+from adapters.attention.flashinfer.backend import FlashInferAttention
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layout import LayoutLimits, build_layout
@@ -97,7 +97,6 @@ def make(
     num_pages: int,
     page_size: int,
     *,
-    splits: bool = False,
     kv_dtype: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
@@ -117,5 +116,5 @@ def make(
         4, 2, 8, 0.3, window, dtype, *scales, limits, is_batch_invariant, choices=choices
     )
     stand_in = StandIn(capability=capability)
-    kind = kind or (SplitFlashInferAttention if splits else FlashInferAttention)
+    kind = kind or FlashInferAttention
     return Made(kind(spec, cache, NativeThreadPool(1), stand_in), stand_in, cache, spec)

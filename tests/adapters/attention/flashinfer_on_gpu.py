@@ -16,7 +16,6 @@ from torch import Tensor
 from adapters.attention.flashinfer.backend import (
     Fa2FlashInferAttention,
     FlashInferAttention,
-    SplitFlashInferAttention,
     XqaFlashInferAttention,
 )
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -61,7 +60,6 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | None = None
     window: int | None = None
-    splits: bool = False
     decode: str = "fa2"  # XQA is compiled for each shape, which takes a minute
     scales: tuple[float, float] = (1.0, 1.0)
 
@@ -90,8 +88,6 @@ class OnGpu:
             limits,
         )
         kind = DECODES[shape.decode]
-        if shape.splits:
-            kind = SplitFlashInferAttention
         self.attention = kind(self.spec, self.cache, NativeThreadPool(1))
         self._generator = torch.Generator("cuda").manual_seed(0)
 

@@ -27,7 +27,6 @@ VARIANTS = [
     replace(LLAMA, page_size=1),
     replace(LLAMA, page_size=32),
     replace(LLAMA, window=100),
-    replace(LLAMA, splits=True),
     replace(LLAMA, kv_dtype=FP8),
     replace(LLAMA, kv_dtype=FP8, scales=(0.5, 2.0)),
 ]
@@ -67,9 +66,8 @@ def test_edges_of_pages_and_tiles_are_attended_as_in_float32(shape: Shape) -> No
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("splits", [False, True])
-def test_steps_as_they_come_are_attended_as_in_float32(name: str, splits: bool) -> None:
-    check(replace(LLAMA, splits=splits), Paged(STEPS[name], 16, seed=2))
+def test_steps_as_they_come_are_attended_as_in_float32(name: str) -> None:
+    check(LLAMA, Paged(STEPS[name], 16, seed=2))
 
 
 def test_shared_pages_are_read_by_all() -> None:

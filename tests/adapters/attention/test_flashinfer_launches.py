@@ -22,23 +22,6 @@ def run(made: Made, tokens: int) -> torch.Tensor:
     return made.attention.run(0, q, k, v, angles(tokens))
 
 
-def test_many_decodes_beside_a_prefill_are_not_put_into_its_large_tiles() -> None:
-    for count, num_launches in ((15, 1), (16, 2)):
-        step = Paged((*DECODES[:count], PREFILL), 4)
-        made = make(step.num_pages, 4, limits=WIDE)
-        made.attention.plan(step.layout())
-        plans = [given for name, given in made.stand_in.calls if name == "mixed"]
-        assert len(plans) == num_launches
-    assert plans[0]["max_token_per_sequence"] == 1
-
-
-def test_short_prefills_share_the_launch_of_the_decodes() -> None:
-    step = Paged((*DECODES, (4, 2)), 4)
-    made = make(step.num_pages, 4)
-    made.attention.plan(step.layout())
-    assert len([name for name, _ in made.stand_in.calls if name == "mixed"]) == 1
-
-
 def planned_splits(made: Made, size: int) -> bool:
     """Whether the plan of a captured batch size lets FlashInfer split keys."""
     layout = Paged(DECODES[:size], 4).layout()

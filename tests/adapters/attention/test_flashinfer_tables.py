@@ -46,7 +46,7 @@ def test_one_launch_reads_the_tokens_of_each_request_in_order(step: Paged) -> No
 @settings(deadline=None, max_examples=40)
 @given(step=paged(requests))
 def test_two_launches_share_the_requests_between_them(step: Paged) -> None:
-    made = make(step.num_pages, step.page_size, splits=True)
+    made = make(step.num_pages, step.page_size, is_batch_invariant=True)
     layout = step.layout()
     made.attention.plan(layout)
     made.stand_in.catch_up()
