@@ -1,1 +1,0 @@
-"""Simulation that takes many iterations of the same decodes at once, with equal figures."""
