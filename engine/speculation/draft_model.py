@@ -27,7 +27,6 @@ from engine.step import ProposalSpec, RequestId, StepEntry, StepResult
 PLAN_SHARE = SHARE / 2  # workers' time to plan and to probe, while proposals do not pay
 # Swept in results/constants
 MIN_PIECE = 32  # tokens of a prompt; as many missing tokens are computed with the proposals
-EXPECTED_TOKENS = 128  # at most, that a request goes on for: half of those it may
 PROBE_DRAFTS = 3
 FIRST_PROBES = 6  # probes that need no credit, so that a server soon knows the rates
 MAX_PROBED = 512  # missing tokens of a request that is probed without credit
@@ -284,8 +283,7 @@ class DraftModelProposer:
                 saved = max(saved, (seconds - (seconds + slower) / gain) / num_rows)
         if saved <= 0.0:  # per token of the request
             return False
-        most = decode.request.spec.max_tokens - decode.request.produced
-        expected = min(EXPECTED_TOKENS, most / 2)
+        expected = (decode.request.spec.max_tokens - decode.request.produced) / 2
         return saved * expected > self._pass_seconds(decode.num_missing, ())
 
     def _probe(self, candidates: list[Candidate], most: int) -> dict[int, ProposalSpec]:

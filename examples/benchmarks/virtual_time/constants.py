@@ -50,8 +50,9 @@ CONCLUSIONS = """\
   that is not awaited (`MAX_WAITS`; 0 is without it), making room only for requests whose next
   scheduled time is half as far (`CLEARLY`; 1 is without it), the margin of the learned cost that
   was renewed every 32 steps (`REFRESH`; now with each), the position at which `mlfq` measured
-  attention (`FAR`; now the next one), and an age of its own of what was learned (`UNUSED`; now
-  `RECENT`).
+  attention (`FAR`; now the next one), an age of its own of what was learned (`UNUSED`; now
+  `RECENT`), and a bound on how long a request with a draft model is expected to go on
+  (`EXPECTED_TOKENS`; now half of what it may).
 - Calibrations with a longer context are twice as good in the same time (`LONG` 4096), so it is now
   what `--max-batch-tokens` allows. The other rows of calibration were measured before.
 - What decides is the bound on prompts beside decodes: that it grows with the age of a prompt
@@ -126,6 +127,7 @@ REMOVED = (
     "cost.live.REFRESH",
     "cost.live.UNUSED",
     "cost.profiler.LONG",
+    "speculation.draft_model.EXPECTED_TOKENS",
 )
 SWEPT = (
     Swept("control.step_time", "MIN_PIECE", (1, 4, 64), (*PIECES, *GOALS)),
@@ -200,7 +202,6 @@ SWEPT = (
     Swept("speculation.budget", "USUAL_DRAFTS", (2.0, 32.0), DRAFTING),
     Swept("speculation.budget", "WARM_UPS", (0, 8), DRAFTING),
     Swept("speculation.draft_model", "MIN_PIECE", (8, 128), ("draft model",)),
-    Swept("speculation.draft_model", "EXPECTED_TOKENS", (32, 512), ("draft model",)),
     Swept("speculation.draft_model", "PROBE_DRAFTS", (1, 4), ("draft model",)),
     Swept("speculation.draft_model", "FIRST_PROBES", (0, 24), ("draft model",)),
     Swept("speculation.draft_model", "MAX_PROBED", (64, 4096), ("draft model",)),
