@@ -7,7 +7,6 @@ Products accumulate in int32 or float32, are scaled, and are rounded once to the
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -78,102 +77,46 @@ class FloatLinear:
         return add_to if self.bias is None else add_to.add_(self.bias)
 
 
-@runtime_checkable
-class EightBitLinear(Linear, Protocol):
-    """A linear whose input may be quantized by the kernel before it."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the quantized input."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Columns of the input."""
-        ...
-
-    def multiply(
-        self, rows: QuantizedRows, dtype: torch.dtype, add_to: Tensor | None = None
-    ) -> Tensor:
-        """The output in `dtype`, or `add_to` with the output added in place."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class CudaInt8Linear:
-    """Weight and activations in int8."""
+class EightBitLinear:
+    """Weight and activations in int8 or in fp8 (e4m3). The kernel before it may quantize its
+    input."""
 
-    weight: Int8Weight
-    bias: Tensor | None
-    fast: FastProducts = PLAIN
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.int8
-
-    @property
-    def width(self) -> int:
-        return self.weight.shape[1]
-
-    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        return self.multiply(self.fast.quantized(x, torch.int8), x.dtype, add_to)
-
-    def multiply(
-        self, rows: QuantizedRows, dtype: torch.dtype, add_to: Tensor | None = None
-    ) -> Tensor:
-        """Exact sums in int32, scaled in float32."""
-        weight, (values, scales) = self.weight, rows
-        extras = scales, weight.scales, self.bias, add_to
-        y = self.fast.product(values, weight.values, dtype, *extras)
-        if y is not None:
-            return y
-        sums = int8_product(values, weight.values)
-        return scaled_output(
-            sums.float().mul_(scales).mul_(weight.scales), self.bias, dtype, add_to
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class CudaFp8Linear:
-    """Weight and activations in fp8 (e4m3)."""
-
-    values: Tensor  # float8_e4m3fn [out, in]
+    values: Tensor  # int8 or float8_e4m3fn [out, in]
     scales: Tensor  # float32 [out, 1]
     bias: Tensor | None
     fast: FastProducts = PLAIN
 
     @property
     def dtype(self) -> torch.dtype:
-        return FP8
+        """The dtype of the quantized input."""
+        return self.values.dtype
 
     @property
     def width(self) -> int:
+        """Columns of the input."""
         return self.values.shape[1]
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        return self.multiply(self.fast.quantized(x, FP8), x.dtype, add_to)
+        return self.multiply(self.fast.quantized(x, self.dtype), x.dtype, add_to)
 
     def multiply(
         self, rows: QuantizedRows, dtype: torch.dtype, add_to: Tensor | None = None
     ) -> Tensor:
-        """Sums in float32, scaled."""
+        """The output in `dtype`, or `add_to` with the output added in place. Sums of int8 are exact
+        in int32, and scaled in float32; those of fp8 are float32."""
         extras = rows.scales, self.scales, self.bias, add_to
         y = self.fast.product(rows.values, self.values, dtype, *extras)
         if y is not None:
             return y
-        y = fp8_product(rows.values, self.values, rows.scales, self.scales, dtype)
+        if self.dtype == torch.int8:
+            sums = int8_product(rows.values, self.values)
+            y = sums.float().mul_(rows.scales).mul_(self.scales[:, 0])
+        else:
+            y = fp8_product(rows.values, self.values, rows.scales, self.scales, dtype)
         if self.bias is not None:
             y += self.bias
-        return y if add_to is None else add_to.add_(y)
-
-
-def scaled_output(
-    sums: Tensor, bias: Tensor | None, dtype: torch.dtype, add_to: Tensor | None
-) -> Tensor:
-    """Float32 sums plus bias in `dtype`, or added in place to `add_to`."""
-    if bias is not None:
-        sums += bias
-    return sums.to(dtype) if add_to is None else add_to.add_(sums)
+        return y.to(dtype) if add_to is None else add_to.add_(y)
 
 
 def stacked(weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
@@ -190,34 +133,33 @@ def float_linear(
     weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, fast: FastProducts = PLAIN
 ) -> FloatLinear:
     """A linear with weights in the dtype of the activations."""
-    weight = stacked(weights, dtype)
-    return FloatLinear(weight, bias, fast)
+    return FloatLinear(stacked(weights, dtype), bias, fast)
 
 
 def int8_linear(
     weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, fast: FastProducts = PLAIN
 ) -> Linear:
     """An int8 linear, or a float one if the tensor cores do not take the size."""
-    quantized = [_quantize_int8(weight) for weight in weights]
-    width, height = quantized[0].shape[1], sum(len(each.scales) for each in quantized)
-    if width % INT8_ALIGNMENT or height % INT8_ALIGNMENT:
-        return float_linear(quantized, bias, dtype, fast)
-    whole = Int8Weight(
-        torch.cat([each.values for each in quantized]),
-        torch.cat([each.scales for each in quantized]),
-    )
-    return CudaInt8Linear(whole, bias, fast)
+    rows = _quantized(weights, torch.int8)
+    if any(size % INT8_ALIGNMENT for size in rows.values.shape):
+        return _expanded(rows, bias, dtype, fast)
+    return EightBitLinear(*rows, bias, fast)
 
 
 def fp8_linear(
     weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, fast: FastProducts = PLAIN
 ) -> Linear:
     """An fp8 linear, or a float one if the tensor cores do not take the size."""
-    quantized = [_quantize_fp8(weight) for weight in weights]
-    values, scales = (torch.cat(parts) for parts in zip(*quantized, strict=True))
-    if any(size % FP8_ALIGNMENT for size in values.shape):
-        return float_linear([(values.float() * scales).to(dtype)], bias, dtype, fast)
-    return CudaFp8Linear(values, scales, bias, fast)
+    rows = _quantized(weights, FP8)
+    if any(size % FP8_ALIGNMENT for size in rows.values.shape):
+        return _expanded(rows, bias, dtype, fast)
+    return EightBitLinear(*rows, bias, fast)
+
+
+def _expanded(
+    rows: QuantizedRows, bias: Tensor | None, dtype: torch.dtype, fast: FastProducts
+) -> FloatLinear:
+    return float_linear([(rows.values.float() * rows.scales).to(dtype)], bias, dtype, fast)
 
 
 def device_of(weight: Weight) -> torch.device:
@@ -238,27 +180,21 @@ def _dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def _quantize_int8(weight: Weight) -> Int8Weight:
-    if isinstance(weight, Int8Weight):
-        return weight
-    if not isinstance(weight, Tensor):
-        weight = weight.dequantize()
-    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(len(weight), device=weight.device)
-    for at in range(0, len(weight), ROWS_AT_ONCE):
-        here = slice(at, at + ROWS_AT_ONCE)
-        values[here], each = reference.quantize_rows(weight[here], torch.int8)
-        scales[here] = each[:, 0]
-    return Int8Weight(values, scales)
+def _quantized(weights: Sequence[Weight], dtype: torch.dtype) -> QuantizedRows:
+    """The weights stacked along the output dimension, in int8 or fp8."""
+    parts = [_quantize(weight, dtype) for weight in weights]
+    values, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    return QuantizedRows(values, scales)
 
 
-def _quantize_fp8(weight: Weight) -> tuple[Tensor, Tensor]:
-    """Values and scales `[out, 1]`."""
+def _quantize(weight: Weight, dtype: torch.dtype) -> QuantizedRows:
+    if isinstance(weight, Int8Weight) and dtype == torch.int8:
+        return QuantizedRows(weight.values, weight.scales[:, None])
     place, outputs = device_of(weight), weight.shape[0]
-    values = torch.empty(weight.shape, dtype=FP8, device=place)
+    values = torch.empty(weight.shape, dtype=dtype, device=place)
     scales = torch.empty(outputs, 1, device=place)
     for at in range(0, outputs, ROWS_AT_ONCE):
         here = slice(at, at + ROWS_AT_ONCE)
         part = weight[here] if isinstance(weight, Tensor) else weight.rows(here).dequantize()
-        values[here], scales[here] = reference.quantize_rows(part, FP8)
-    return values, scales
+        values[here], scales[here] = reference.quantize_rows(part, dtype)
+    return QuantizedRows(values, scales)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adapters.attention.reference import ReferenceAttention
 from engine.errors import StartupError
-from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.step import RequestId, SampleSpec, Step, StepEntry, StepId
 from engine.worker.cuda.device import CudaDevice, warm_up
 from engine.worker.cuda.memory import GRAPHS_BYTES, measure
 from engine.worker.cuda.model.weight_staging import OnDevice, Staging
@@ -250,7 +250,7 @@ def test_all_that_a_step_computes_with_lies_on_the_device(tmp_path: Path) -> Non
         logits = stage.logits(layout)
         assert logits is not None
         pending = Sampler(97, operators.sampling, nowhere.put).begin(
-            logits, [SampleSpec(SamplingParams(top_p=0.5))], [3]
+            logits, [SampleSpec(GREEDY)], [3]
         )
     assert pending.ids.device.type == "meta"
 

@@ -7,8 +7,7 @@ from torch import Tensor
 from engine.worker.cuda.kernels.reference import FP8, quantize_rows
 from engine.worker.cuda.model.gemm import INT8_ROWS
 from engine.worker.cuda.model.linears import (
-    CudaFp8Linear,
-    CudaInt8Linear,
+    EightBitLinear,
     FloatLinear,
     fp8_linear,
     int8_linear,
@@ -73,8 +72,8 @@ def test_int8_is_what_its_integers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_int_mm", as_on_a_gpu)
     weight, x = quantize(noise(16, 24, dtype=torch.float32)), noise(3, 24, dtype=torch.float32)
     linear = int8_linear([weight], None, torch.float32)
-    assert isinstance(linear, CudaInt8Linear)
-    assert torch.equal(linear.weight.values, weight.values)
+    assert isinstance(linear, EightBitLinear)
+    assert torch.equal(linear.values, weight.values)
     values, scales = quantize_rows(x, torch.int8)
     wanted = (values.float() @ weight.values.float().T) * scales * weight.scales
     assert torch.equal(linear(x), wanted)
@@ -93,7 +92,7 @@ def test_sizes_that_tensor_cores_do_not_take_are_expanded() -> None:
 def test_fp8_weights_use_the_whole_range_of_their_numbers() -> None:
     weight = noise(32, 64) * 1e-4
     linear = fp8_linear([weight], None, torch.bfloat16)
-    assert isinstance(linear, CudaFp8Linear)
+    assert isinstance(linear, EightBitLinear)
     assert linear.values.dtype is FP8
     assert linear.values.float().abs().amax(dim=1).eq(448).all()
     expanded = linear.values.float() * linear.scales

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.worker.cuda.kernels.reference import FP8
 from engine.worker.cuda.model.kernels import GATED
-from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, FloatLinear
+from engine.worker.cuda.model.linears import EightBitLinear, FloatLinear
 from engine.worker.cuda.model.operators import STORED, CudaOperators, FusedGate, FusedRmsNorm
 from engine.worker.model.torch_operators import ACTIVATIONS, RmsNorm, TorchOperators
+from engine.worker.ports import LinearWeight
 from engine.worker.weights.formats.int8 import quantize
 from tests.noise import bfloat16_noise as noise
 
@@ -119,14 +121,17 @@ def test_without_a_compiled_norm_torchs_is_used_and_gates_stay_fused() -> None:
 def test_linears_are_computed_as_stored_or_as_asked() -> None:
     weight = torch.randn(16, 32).bfloat16()
     eight = quantize(weight.float())
-    kinds: dict[str, list[type]] = {
-        "bfloat16": [FloatLinear, FloatLinear],
-        "int8": [CudaInt8Linear, CudaInt8Linear],
-        "fp8": [CudaFp8Linear, CudaFp8Linear],
-        STORED: [FloatLinear, CudaInt8Linear],
+    kinds = {
+        "bfloat16": [torch.bfloat16, torch.bfloat16],
+        "int8": [torch.int8, torch.int8],
+        "fp8": [FP8, FP8],
+        STORED: [torch.bfloat16, torch.int8],
     }
     for name, wanted in kinds.items():
         operators = CudaOperators(CPU, torch.bfloat16, name, None)
-        found = [type(operators.linear([one], None)) for one in (weight, eight)]
-        assert found == wanted
+        stored: tuple[LinearWeight, LinearWeight] = (weight, eight)
+        for one, dtype in zip(stored, wanted, strict=True):
+            linear = operators.linear([one], None)
+            assert isinstance(linear, FloatLinear | EightBitLinear)
+            assert (linear.weight if isinstance(linear, FloatLinear) else linear).dtype == dtype
         assert operators.linear([weight, eight], None)(noise(2, 32)).shape == (2, 32)
