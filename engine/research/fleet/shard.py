@@ -247,11 +247,11 @@ class Shard:
                 live += member.live()
         return live
 
-    def result(self) -> ShardResult:
+    def results(self) -> list[ShardResult]:
         """What the replicas did. It is called once."""
         for member in self._members.values():
             self._count(member)
-        return self._result
+        return [self._result]
 
     def _count(self, member: _Member) -> None:
         result, recorder, number = self._result, member.recorder, member.number

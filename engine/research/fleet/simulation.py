@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
@@ -132,30 +132,6 @@ class FleetSetup:
         return f"{self.router} × {self.setup.label}"
 
 
-class _Shards(Protocol):
-    def advance(self, until: float, routed: list[Routed]) -> list[LoadReport]: ...
-
-    def end(self, replicas: Sequence[int], now: float) -> list[Begun]: ...
-
-    def results(self) -> list[ShardResult]: ...
-
-
-class _InProcess:
-    """One shard in this process."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-
-    def advance(self, until: float, routed: list[Routed]) -> list[LoadReport]:
-        return self._shard.advance(until, routed)
-
-    def end(self, replicas: Sequence[int], now: float) -> list[Begun]:
-        return self._shard.end(replicas, now)
-
-    def results(self) -> list[ShardResult]:
-        return [self._shard.result()]
-
-
 class _InProcesses:
     """A copy of a new shard in each of several processes; replica n is in copy n % `count`."""
 
@@ -185,7 +161,7 @@ class _InProcesses:
         for process in self._processes:
             process.join()
 
-    def advance(self, until: float, routed: list[Routed]) -> list[LoadReport]:
+    def advance(self, until: float, routed: Sequence[Routed]) -> list[LoadReport]:
         count = len(self._pipes)
         parts: list[list[tuple[object, ...]]] = [[] for _ in range(count)]
         for each in routed:
@@ -202,7 +178,7 @@ class _InProcesses:
     def results(self) -> list[ShardResult]:
         for pipe in self._pipes:
             pipe.send(None)
-        return [pipe.recv() for pipe in self._pipes]
+        return [each for pipe in self._pipes for each in pipe.recv()]
 
 
 def _serve(pipe: Connection, shard: Shard) -> None:
@@ -216,7 +192,7 @@ def _serve(pipe: Connection, shard: Shard) -> None:
                 pipe.send([tuple(report) for report in shard.advance(*request)])
             else:
                 pipe.send(shard.end(*request))
-        pipe.send(shard.result())
+        pipe.send(shard.results())
     except EOFError:
         return
 
@@ -259,10 +235,8 @@ def run_fleet(fleet: FleetSetup, arrivals: Sequence[Arrival]) -> FleetRun:
     setups = [replace(fleet.setup, cost=cost) for cost in costs]
     shard = Shard(setups, arrivals, forecasts=fleet.router in FORECASTING)
     with ExitStack() as stack:
-        shards: _Shards
-        if fleet.processes == 1:
-            shards = _InProcess(shard)
-        else:
+        shards: Shard | _InProcesses = shard
+        if fleet.processes > 1:
             shards = stack.enter_context(_InProcesses(shard, fleet.processes))
         coordinator = _Coordinator(fleet, arrivals, shards)
         coordinator.run()
@@ -273,7 +247,9 @@ def run_fleet(fleet: FleetSetup, arrivals: Sequence[Arrival]) -> FleetRun:
 class _Coordinator:
     """Routes the requests of each epoch, and passes on the reports."""
 
-    def __init__(self, fleet: FleetSetup, arrivals: Sequence[Arrival], shards: _Shards) -> None:
+    def __init__(
+        self, fleet: FleetSetup, arrivals: Sequence[Arrival], shards: Shard | _InProcesses
+    ) -> None:
         self._fleet = fleet
         self._arrivals = arrivals
         self._shards = shards
