@@ -68,7 +68,7 @@ def _rope() -> Iterator[Variant]:
     shape |= {"HALF": 64, "ROTATED": 64, "BLOCK_HALF": 64}
     for kept in ("bf16", "fp8e4nv"):
         types = pointers | {"keys": f"*{kept}", "values": f"*{kept}"}
-        constants = {**shape, "HAS_ROPE": True, "IS_FP8": kept != "bf16", "WRITES_Q": True}
+        constants = {**shape, "IS_FP8": kept != "bf16", "WRITES_Q": True}
         module = "rope_and_cache_write"
         yield Variant(module, "kernel", f"{module} {kept}", types, constants, {"num_warps": 4})
 

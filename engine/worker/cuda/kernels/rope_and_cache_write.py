@@ -2,6 +2,9 @@
 
 It replaces three launches: RoPE of q and k, and one indexed copy each for keys and values. A
 program handles a block of heads of one token; the rotated k goes to the cache only.
+
+Dimensions are handled in pairs: `ROTATED` pairs are turned, and lie in the first `2 * ROTATED`
+dimensions of a head; the pairs of the others are only copied.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -39,15 +42,10 @@ def kernel(
     ROTATED: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    HAS_ROPE: tl.constexpr,
     IS_FP8: tl.constexpr,
     WRITES_Q: tl.constexpr,
 ):
-    """Grid: tokens × (head blocks of q, then of k, then of v). Strides are in elements.
-
-    Dimensions are handled in pairs: `ROTATED` pairs are turned, and lie in the first `2 * ROTATED`
-    dimensions of a head; the pairs of the others are only copied.
-    """
+    """Grid: tokens × (head blocks of q, then of k, then of v). Strides are in elements."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -63,21 +61,20 @@ def kernel(
             mask = (heads < NUM_HEADS) & (pair < HALF)
             inside = heads * (2 * HALF) + dims
             at = q + token * q_stride + inside
-            first, second = _rotated(at, mask, cos + angle, sin + angle, is_turned, gap, HAS_ROPE)
+            first, second = _rotated(at, mask, cos + angle, sin + angle, is_turned, gap, ROTATED)
             q_at = q_out + token * q_out_stride + inside
             tl.store(q_at, first.to(q.dtype.element_ty), mask=mask)
             tl.store(q_at + gap, second.to(q.dtype.element_ty), mask=mask)
     else:
-        slot = tl.load(slots + token)
         is_key = block < Q_BLOCKS + KV_BLOCKS
         block -= tl.where(is_key, Q_BLOCKS, Q_BLOCKS + KV_BLOCKS)
         heads = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
         mask = (heads < NUM_KV_HEADS) & (pair < HALF)
         inside = heads * (2 * HALF) + dims
-        to = slot * (NUM_KV_HEADS * 2 * HALF) + inside
+        to = tl.load(slots + token) * (NUM_KV_HEADS * 2 * HALF) + inside
         if is_key:
             at = k + token * k_stride + inside
-            left, right = _rotated(at, mask, cos + angle, sin + angle, is_turned, gap, HAS_ROPE)
+            left, right = _rotated(at, mask, cos + angle, sin + angle, is_turned, gap, ROTATED)
             _store(keys + to, left, right, mask, k_factor, k.dtype.element_ty, gap, IS_FP8)
         else:
             left, right = _pairs(v + token * v_stride + inside, mask, gap)
@@ -91,10 +88,10 @@ def _pairs(at, mask, gap):
 
 
 @triton.jit
-def _rotated(at, mask, cos, sin, is_turned, gap, HAS_ROPE: tl.constexpr):
+def _rotated(at, mask, cos, sin, is_turned, gap, ROTATED: tl.constexpr):
     """The pairs of heads, after RoPE if there is one."""
     first, second = _pairs(at, mask, gap)
-    if HAS_ROPE:
+    if ROTATED > 0:
         c = tl.load(cos, mask=is_turned, other=1.0).to(tl.float32)
         s = tl.load(sin, mask=is_turned, other=0.0).to(tl.float32)
         first, second = first * c - second * s, second * c + first * s
@@ -153,10 +150,9 @@ def rope_and_cache_write(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
-        ROTATED=half if angles is None else cos.shape[1],
+        ROTATED=0 if angles is None else cos.shape[1],
         BLOCK_HALF=block_half,
         BLOCK_HEADS=block_heads,
-        HAS_ROPE=angles is not None,
         IS_FP8=cache.keys.dtype == FP8,
         WRITES_Q=angles is not None or q_out is not None,
         num_warps=4,

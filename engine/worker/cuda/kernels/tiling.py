@@ -30,7 +30,7 @@ class Tiling:
         return "x".join(map(str, astuple(self)))
 
 
-FIXED = Tiling(64, 128, 64, 1, 4, 4)  # of every product in batch-invariant mode
+FIXED = Tiling(64, 128, 64, 1, 4, 4)  # every product's in batch-invariant mode
 WIDE = Tiling(16, 64, 128, 1, 4, 4)
 NARROW_8_BIT = Tiling(16, 64, 128, 4, 4, 4)
 MANY_ROWS_8_BIT = Tiling(64, 64, 128, 2, 4, 4)
