@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer import fp8
+from engine.worker.cuda.kernels.reference import FP8, fp8_of
 from engine.worker.ports import (
     AttentionSpec,
     KVTensors,
@@ -37,8 +37,8 @@ class _Pages(NamedTuple):
             scales = rows.abs().amax(dim=-1) / 127
             self.scales[at] = scales
             rows = (rows / scales.clamp_min(TINY)[..., None]).round_()
-        if self.pages.dtype == fp8.FP8:
-            rows = fp8.quantize(rows, self.scale)
+        if self.pages.dtype == FP8:
+            rows = fp8_of(rows, self.scale)
         if self.pages.dtype == torch.float16:
             rows = rows.clamp(-MAX_FLOAT16, MAX_FLOAT16)
         as_bytes(self.pages)[at] = as_bytes(rows.to(self.pages.dtype))
@@ -47,7 +47,7 @@ class _Pages(NamedTuple):
         """The first `length` tokens of these blocks, `[length, kv_heads, dim]` in float32."""
         found = as_bytes(self.pages)[blocks].view(self.pages.dtype)
         rows = found.flatten(0, 1)[:length].float()
-        if self.pages.dtype == fp8.FP8:
+        if self.pages.dtype == FP8:
             return rows * self.scale
         if self.scales is None:
             return rows

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from engine.step import SampleSpec, SamplingParams
 from engine.worker.cuda.build_environment import prepare_environment
+from engine.worker.cuda.formats import FP8_BY_ROW
 from engine.worker.cuda.gpu import TorchGpu
 from engine.worker.cuda.kernels import library
 from engine.worker.cuda.kernels.reference import FP8, LARGEST
-from engine.worker.cuda.model.gemm import FP8_BY_ROW
 from engine.worker.cuda.model.kernels import FlashInferKernels, fits
 from engine.worker.cuda.model.linears import EightBitLinear, fp8_linear, int8_linear
 from engine.worker.cuda.model.operators import CudaOperators

@@ -5,7 +5,7 @@ import importlib.util
 
 import torch
 
-from adapters.attention.flashinfer.fp8 import FP8
+from engine.worker.cuda.kernels.reference import FP8
 from engine.worker.ports import AttentionSpec
 
 DTYPES = (torch.float16, torch.bfloat16)

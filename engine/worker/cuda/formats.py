@@ -5,10 +5,11 @@ import torch
 from engine.errors import StartupError
 from engine.worker.cuda.gpu import Gpu
 from engine.worker.cuda.kernels.reference import FP8
-from engine.worker.cuda.model.gemm import FP8_BY_ROW
 from engine.worker.cuda.model.operators import LINEARS, STORED
 from engine.worker.device import choose_dtype
 from engine.worker.ports import PreferredFormat, name_of
+
+FP8_BY_ROW = (9, 0)  # the first compute capability with one scale per row
 
 
 def weight_format(

@@ -56,11 +56,16 @@ def rope_and_cache_write(
         q_out.copy_(q)
     for rows, pages, scale in ((k, cache.keys, cache.k_scale), (v, cache.values, cache.v_scale)):
         if pages.dtype == FP8:
-            most = LARGEST[FP8]
-            kept = (rows.float() * (1 / scale)).clamp(-most, most).to(FP8)
-            pages.view(torch.uint8).index_copy_(0, cache.slots, kept.view(torch.uint8))
+            kept = fp8_of(rows, scale).view(torch.uint8)
+            pages.view(torch.uint8).index_copy_(0, cache.slots, kept)
         else:
             pages.index_copy_(0, cache.slots, rows)
+
+
+def fp8_of(rows: Tensor, scale: float) -> Tensor:
+    """`rows / scale` rounded to the nearest e4m3 value; what is beyond the largest becomes it."""
+    most = LARGEST[FP8]
+    return (rows.float() * (1 / scale)).clamp(-most, most).to(FP8)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:

@@ -15,16 +15,13 @@ from torch.nn import functional as F
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import FP8, QuantizedRows
 from engine.worker.cuda.kernels.tiling import FIXED, tiling_of
-from engine.worker.cuda.model.gemm import (
-    FP8_ALIGNMENT,
-    INT8_ALIGNMENT,
-    fp8_product,
-    int8_product,
-)
 from engine.worker.ports import Linear, Weight
 from engine.worker.weights.formats.int8 import Int8Weight
 
 ROWS_AT_ONCE = 4096  # output channels quantized or dequantized at a time
+INT8_ROWS = 17  # torch._int_mm takes no fewer rows
+INT8_ALIGNMENT = 8  # both dimensions of a weight must be multiples of what the tensor cores take
+FP8_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +110,19 @@ class EightBitLinear:
             sums = int8_product(rows.values, self.values)
             y = sums.float().mul_(rows.scales).mul_(self.scales[:, 0])
         else:
-            y = fp8_product(rows.values, self.values, rows.scales, self.scales, dtype)
+            scales = rows.scales, self.scales.t()
+            y = torch._scaled_mm(rows.values, self.values.t(), *scales, out_dtype=dtype)
         if self.bias is not None:
             y += self.bias
         return y.to(dtype) if add_to is None else add_to.add_(y)
+
+
+def int8_product(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` in int32 of int8; weights are `[out, in]`, row-major."""
+    count = len(x)
+    if count < INT8_ROWS:
+        x = F.pad(x, (0, 0, 0, INT8_ROWS - count))
+    return torch._int_mm(x, weight.t())[:count]
 
 
 def stacked(weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from engine.worker.cuda.kernels.reference import FP8, quantize_rows
-from engine.worker.cuda.model.gemm import INT8_ROWS
 from engine.worker.cuda.model.linears import (
+    INT8_ROWS,
     EightBitLinear,
     FloatLinear,
     fp8_linear,
