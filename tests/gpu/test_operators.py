@@ -160,7 +160,7 @@ def test_rows_are_drawn_as_on_the_cpu(gpu: TorchGpu) -> None:
 
 def test_weights_arrive_as_they_were(gpu: TorchGpu) -> None:
     whole = torch.randn(1000, 3333, generator=torch.Generator().manual_seed(2)).bfloat16()
-    staging = Staging(gpu, piece_bytes=1 << 20)
+    staging = Staging(gpu.place, gpu.streams(), piece_bytes=1 << 20)
     found = [
         staging.copy_to_gpu(whole),
         staging.copy_to_gpu(whole[:, 7:900]),

@@ -178,7 +178,7 @@ class CudaDevice:
         self, weights: WeightSource, cache: PackedCache, num_bytes: int
     ) -> AbstractContextManager[WeightSource]:
         """A weight source that copies each tensor to the GPU through pinned memory."""
-        return nullcontext(OnDevice(weights, self._gpu))
+        return nullcontext(OnDevice(weights, self._gpu.place, self._streams))
 
     def backend(
         self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors

@@ -1,11 +1,10 @@
-"""The port to one GPU: its name, memory, pinned host memory, streams, events, and NCCL.
+"""The port to one GPU: its name, memory, streams, and NCCL.
 
 Only this file and `streams` need a real GPU. All other code of this package also runs, and
 is tested, on CPU tensors.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, cast
 
@@ -88,14 +87,6 @@ class NcclTransport:
         return hidden, settle
 
 
-class Fence(Protocol):
-    """A point in the current stream."""
-
-    def wait(self) -> None:
-        """Block the host until all work submitted before this point is done."""
-        ...
-
-
 class Gpu(Protocol):
     """The current CUDA device of this process."""
 
@@ -133,10 +124,6 @@ class Gpu(Protocol):
         """Wait for all work, then return cached memory that no tensor uses to the driver."""
         ...
 
-    def pinned(self, num_bytes: int) -> Tensor:
-        """Zeroed page-locked host memory."""
-        ...
-
     def put(self, array: NDArray[Any]) -> Tensor:
         """Copy the array to the GPU asynchronously; work submitted from now on sees it."""
         ...
@@ -151,10 +138,6 @@ class Gpu(Protocol):
 
     def streams(self) -> Streams:
         """The streams of this GPU; make one and share it."""
-        ...
-
-    def fence(self) -> Fence:
-        """A fence after all work submitted to the current stream so far."""
         ...
 
 
@@ -186,9 +169,6 @@ class TorchGpu:
         torch.cuda.synchronize(self.place)
         torch.cuda.empty_cache()
 
-    def pinned(self, num_bytes: int) -> Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
-
     def put(self, array: NDArray[Any]) -> Tensor:
         source = torch.from_numpy(array).pin_memory()  # torch keeps it until the copy is done
         return source.to(self.place, non_blocking=True)
@@ -201,16 +181,3 @@ class TorchGpu:
 
     def streams(self) -> CudaStreams:
         return CudaStreams(self.place)
-
-    def fence(self) -> Fence:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call] # the stubs lack it
-        event.record()
-        return _TorchFence(event)
-
-
-@dataclass(frozen=True, slots=True)
-class _TorchFence:
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        self.event.synchronize()

@@ -6,11 +6,12 @@ The host reads the next piece of the file into one buffer while the GPU copies t
 from functools import partial
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.worker.cuda.gpu import Gpu
 from engine.worker.ports import Lookup, TensorSlice, Weight, WeightSource, loaded
+from engine.worker.streams import Streams
 
 PIECE_BYTES = 32 << 20
 
@@ -18,9 +19,10 @@ PIECE_BYTES = 32 << 20
 class OnDevice:
     """A `WeightSource` that copies the tensors of another source to the GPU."""
 
-    def __init__(self, weights: WeightSource, gpu: Gpu) -> None:
+    def __init__(self, weights: WeightSource, place: torch.device, streams: Streams) -> None:
         self._weights = weights
-        self._gpu = gpu
+        self._place = place
+        self._streams = streams
         self._on_gpu = WeakValueDictionary[TensorSlice, Tensor]()
         self._staging: Staging | None = None  # made for the first tensor
 
@@ -54,30 +56,33 @@ class OnDevice:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if self._staging is None:
-            self._staging = Staging(self._gpu)
+            self._staging = Staging(self._place, self._streams)
         return self._staging.copy_to_gpu(tensor)
 
 
 class Staging:
     """Two pinned buffers, used alternately."""
 
-    def __init__(self, gpu: Gpu, piece_bytes: int = PIECE_BYTES) -> None:
-        self._gpu = gpu
-        self._buffers = [gpu.pinned(piece_bytes) for _ in range(2)]
-        self._free = [gpu.fence() for _ in self._buffers]  # when each may be overwritten
+    def __init__(
+        self, place: torch.device, streams: Streams, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self._place = place
+        self._streams = streams
+        self._buffers = [streams.pinned((piece_bytes,), torch.uint8) for _ in range(2)]
+        self._free = [streams.compute.record() for _ in self._buffers]  # to be overwritten
         self._next = 0
 
     def copy_to_gpu(self, tensor: Tensor) -> Tensor:
         """A contiguous copy on the GPU; the last pieces may still be in flight."""
         source = tensor.contiguous().view(-1)
-        found = source.new_empty(source.shape, device=self._gpu.place)
+        found = source.new_empty(source.shape, device=self._place)
         count = len(self._buffers[0]) // source.itemsize
         for start in range(0, len(source), count):
             piece = source[start : start + count]
             buffer = self._buffers[self._next].view(source.dtype)[: len(piece)]
             self._free[self._next].wait()
             buffer.copy_(piece)
-            found[start : start + count].copy_(buffer, non_blocking=True)
-            self._free[self._next] = self._gpu.fence()
+            self._streams.copy(found[start : start + count], buffer)
+            self._free[self._next] = self._streams.compute.record()
             self._next = 1 - self._next
         return found.view(tensor.shape)

@@ -29,16 +29,6 @@ def gpu_settings(model: object, **values: object) -> WorkerSettings:
     return changed(settings, **values)
 
 
-class StandingFence:
-    """All work of the CPU is done when it is given."""
-
-    def __init__(self, waits: list[int], number: int) -> None:
-        self._waits, self._number = waits, number
-
-    def wait(self) -> None:
-        self._waits.append(self._number)
-
-
 @dataclass
 class StandingGpu:
     """A `Gpu` of `total_bytes`, of which others use `used`; a test says what a step takes."""
@@ -49,9 +39,6 @@ class StandingGpu:
     total_bytes: int = 1 << 30
     used: int = 100 << 20
     peak: int = 0
-    pinned_bytes: int = 0
-    num_fences: int = 0
-    waits: list[int] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)  # whose current GPU this is
     of_it: StandInStreams = field(default_factory=StandInStreams)
 
@@ -70,10 +57,6 @@ class StandingGpu:
     def release_cached(self) -> None:
         """Nothing is kept."""
 
-    def pinned(self, num_bytes: int) -> Tensor:
-        self.pinned_bytes += num_bytes
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-
     def put(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.place)
 
@@ -85,10 +68,6 @@ class StandingGpu:
 
     def streams(self) -> StandInStreams:
         return self.of_it
-
-    def fence(self) -> StandingFence:
-        self.num_fences += 1
-        return StandingFence(self.waits, self.num_fences - 1)
 
     @contextmanager
     def step(self, num_bytes: int) -> Iterator[None]:

@@ -22,6 +22,7 @@ from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker_settings import WorkerSettings
+from tests.engine.worker.cuda.standin import StandInStreams
 from tests.engine.worker.cuda.standing import StandingGpu, gpu_settings
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
@@ -256,24 +257,27 @@ def test_all_that_a_step_computes_with_lies_on_the_device(tmp_path: Path) -> Non
 
 
 def test_weights_go_through_pinned_memory_piece_by_piece() -> None:
-    gpu = StandingGpu()
-    staging = Staging(gpu, piece_bytes=64)
-    assert gpu.pinned_bytes == 128
+    streams = StandInStreams()  # which check that a buffer is written when its last copy has left
+    staging = Staging(streams.device, streams, piece_bytes=64)
+    assert streams.pinned_bytes == 128
     whole = torch.arange(100, dtype=torch.float32).view(20, 5)
     assert torch.equal(staging.copy_to_gpu(whole), whole)
-    assert gpu.waits == [0, 1, 2, 3, 4, 5, 6]  # a buffer is written when its last copy has left
+    assert streams.num_host_waits == 7
     part = whole[:, 1:3]
     assert torch.equal(staging.copy_to_gpu(part), part)
     assert staging.copy_to_gpu(part).is_contiguous()
     halves = torch.arange(70).bfloat16()
     assert torch.equal(staging.copy_to_gpu(halves), halves)
     assert len(staging.copy_to_gpu(torch.empty(0))) == 0
+    streams.synchronize()
 
 
 def test_a_tied_head_is_the_embedding_that_is_there(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama_tied")
     checkpoint = Checkpoint.open(str(tmp_path))
-    source = OnDevice(checkpoint.open_weights(torch.bfloat16, nothing), StandingGpu())
+    source = OnDevice(
+        checkpoint.open_weights(torch.bfloat16, nothing), torch.device("cpu"), StandInStreams()
+    )
     name, shape = "model.embed_tokens.weight", checkpoint.family.shape
     sizes = (shape.vocab_size, shape.hidden_size)
     part = TensorSlice(name, sizes, rows=range(shape.vocab_size))
