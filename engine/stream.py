@@ -40,6 +40,9 @@ class TokenChunk(NamedTuple):
             yield TokenChunk((token,), finish, self.logprobs[i : i + 1], prompt_logprobs)
 
 
+Relay = Callable[[list[int]], bool]  # False: not now; it does not keep the list
+
+
 class StreamOwner(Protocol):
     """The part of the engine that a stream uses."""
 
@@ -66,6 +69,7 @@ class TokenStream:
         self._owes_prompt_logprobs = spec.prompt_logprobs is not None
         self._has_update = False
         self._reader: asyncio.Future[None] | None = None  # while the reader waits
+        self._relay: Relay | None = None  # meanwhile
 
     def open(self) -> Self:
         """Add the request to the queue.
@@ -90,15 +94,21 @@ class TokenStream:
         """End the request with this reason if it is still live."""
         self.owner.close_stream(self, reason)
 
-    async def next(self) -> TokenChunk:
-        """Wait for an update, and return all tokens since the last call.
+    async def next(self, relay: Relay | None = None) -> TokenChunk:
+        """Wait for an update, and return all tokens since the last call. While this waits, tokens
+        go to `relay` as long as it takes them, which spares waking a task for each; it gets no
+        log-probabilities, and not the last token.
 
         Raises the request's error, a `RequestFailed` or `Unavailable`, after its last tokens.
         Must not be called after the last chunk or after `close`: it would wait for ever.
         """
         if not self._has_update:
+            self._relay = relay
             self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+            try:
+                await self._reader
+            finally:
+                self._relay = None  # it refers to the reader
         self._has_update = False
         tokens, self._tokens = tuple(self._tokens), []
         if self.request.error is not None:
@@ -130,10 +140,30 @@ class TokenStream:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the reader: there is a token, or the request has ended."""
-        self._has_update = True
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        """Wake the reader, or ask its relay: there is a token, or the request has ended."""
+        is_known, self._has_update = self._has_update, True
+        reader, relay = self._reader, self._relay
+        if reader is None or reader.done():
+            return
+        if relay is None:
+            reader.set_result(None)
+        elif not is_known:
+            reader.get_loop().call_soon(self._offer, reader, relay)
+
+    def _offer(self, reader: "asyncio.Future[None]", relay: Relay) -> None:
+        """Hand the tokens to the relay; if it does not take them or fails, the reader is woken."""
+        request = self.request
+        if reader.done():
+            return
+        try:
+            is_over = request.finish is not None or request.error is not None
+            if is_over or not self._tokens or not relay(self._tokens):
+                reader.set_result(None)
+                return
+        except Exception as error:
+            reader.set_exception(error)
+        self._tokens.clear()
+        self._has_update = False
 
 
 def close_streams(streams: Iterable[TokenStream], reason: Abort) -> None:

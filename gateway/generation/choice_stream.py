@@ -7,7 +7,9 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
+from typing import Protocol
 
 from engine.media import replaced
 from engine.request import Abort, FinishReason, Request
@@ -60,6 +62,14 @@ class ChoiceOptions:
         )
 
 
+class DirectSink(Protocol):
+    """Takes what choices add without waiting, while it is open."""
+
+    def is_open(self) -> bool: ...
+
+    def write(self, index: int, delta: Delta) -> None: ...
+
+
 class ChoiceStream:
     """One choice. `end` is None until `next` has returned the last part of the message.
 
@@ -88,12 +98,14 @@ class ChoiceStream:
         self._is_plain = options.is_plain
         self._chunks: deque[TokenChunk] = deque()  # not yet read, if deltas are of one token
 
-    async def next(self) -> Delta:
-        """Wait for tokens and return what they add to the message, which may be nothing.
+    async def next(self, direct: DirectSink | None = None) -> Delta:
+        """Wait for tokens and return what they add to the message, which may be nothing. Meanwhile
+        the text of a plain choice goes to `direct` whenever that is open.
 
         Raises `RequestFailed` or `Unavailable` if the engine lost the request.
         """
-        chunk = self._chunks.popleft() if self._chunks else await self._tokens.next()
+        relay = partial(self._relay, direct) if direct and self._is_plain else None
+        chunk = self._chunks.popleft() if self._chunks else await self._tokens.next(relay)
         if self._options.is_single and len(chunk.tokens) > 1:
             self._chunks.extend(chunk.split())
             chunk = self._chunks.popleft()
@@ -107,6 +119,14 @@ class ChoiceStream:
         if is_echo and len(self._tokens.spec.prompt) > MANY_TOKENS:
             await asyncio.to_thread(self._begin, chunk.prompt_logprobs)
         return self._process(chunk)
+
+    def _relay(self, direct: DirectSink, tokens: list[int]) -> bool:
+        if self._early_end or not direct.is_open():
+            return False
+        self.num_tokens += len(tokens)
+        if text := self._text.feed(tokens):
+            direct.write(self.index, (text,))
+        return True
 
     def end_early(self, reason: str) -> None:
         """End the message after the tokens that have arrived, with this finish reason. An answer

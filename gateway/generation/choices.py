@@ -13,7 +13,12 @@ from engine.request import Abort, Request, RequestSpec
 from engine.stream import TokenStream, close_streams
 from gateway.access.callers import Caller
 from gateway.errors import ModelNotFound
-from gateway.generation.choice_stream import MANY_TOKENS, ChoiceOptions, ChoiceStream
+from gateway.generation.choice_stream import (
+    MANY_TOKENS,
+    ChoiceOptions,
+    ChoiceStream,
+    DirectSink,
+)
 from gateway.generation.image_prompt import ImagePrompt
 from gateway.generation.plan import GenerationPlan, request_specs, truncated
 from gateway.generation.prompt import TokenizedPrompts, tokenize_text
@@ -257,9 +262,14 @@ def _nothing() -> None:
 
 
 async def generate_events(
-    plan: GenerationPlan, group: ChoiceGroup, sink: Sink, on_accepted: Callable[[], None] = _nothing
+    plan: GenerationPlan,
+    group: ChoiceGroup,
+    sink: Sink,
+    on_accepted: Callable[[], None] = _nothing,
+    direct: DirectSink | None = None,
 ) -> bytes:
-    """Hand the plan's events to `sink`, and return the last ones.
+    """Hand the plan's events to `sink`, or what a single choice adds to `direct`, and return the
+    last ones.
 
     `on_accepted` is called once the engine has the requests. `group` is new, and is closed when
     this returns. Raises what `ChoiceGroup.start` and the engine raise.
@@ -270,7 +280,7 @@ async def generate_events(
             if plan.background is not None:
                 await sink(plan.background.accepted())
             on_accepted()
-            last_events = await group.run_each(partial(_choice_events, plan, group, sink))
+            last_events = await group.run_each(partial(_choice_events, plan, group, sink, direct))
             last_events.append(plan.renderer.closing(group))
         if plan.on_complete is not None:
             await plan.on_complete()
@@ -278,13 +288,19 @@ async def generate_events(
 
 
 async def _choice_events(
-    plan: GenerationPlan, group: ChoiceGroup, sink: Sink, choice: ChoiceStream
+    plan: GenerationPlan,
+    group: ChoiceGroup,
+    sink: Sink,
+    direct: DirectSink | None,
+    choice: ChoiceStream,
 ) -> bytes:
     """Hand over a choice's events. A single choice's last events are returned instead, so that
     they and the end of the stream are one write."""
     renderer, index = plan.renderer, choice.index
+    if len(group.choices) > 1:
+        direct = None  # the events of choices keep their order
     while True:
-        delta = await choice.next()
+        delta = await choice.next(direct)
         if len(delta) > MANY_TOKENS:  # it is an echoed prompt
             events = await asyncio.to_thread(renderer.delta, index, delta, group)
         else:

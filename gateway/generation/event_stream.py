@@ -1,7 +1,8 @@
 """EventStream: the ASGI response of a plan with `stream: true`.
 
 Three tasks run in one group: the events, the pings, and the wait for the client's disconnect; the
-first that ends cancels the others. A token costs one wake-up, one rendering and one write.
+first that ends cancels the others. A token costs one rendering and one write. The task of the
+events is woken for it only if the write may have to wait, or if it is more than text.
 
 The status line is held back until the first event or for `Pace.hold`, so that a rejected request
 gets its real status; after it an error is one event and the end of the stream. While a write is
@@ -15,6 +16,7 @@ status line at once, pings also while events flow, and cancels streams at the fi
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Protocol
 
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,7 +29,7 @@ from gateway.generation.choices import ChoiceGroup, generate_body, generate_even
 from gateway.generation.plan import GenerationPlan
 from gateway.generation.reply import Reply, error_response
 from gateway.observe.timelines import Wait
-from gateway.schema.rendering import EventNumbers
+from gateway.schema.rendering import Delta, EventNumbers
 from gateway.service import Service
 
 BLOCKED_SECONDS = 0.02  # a longer write means that the client does not read
@@ -54,6 +56,14 @@ async def send_error(error: EngineError, caller: Caller, clock: Clock, send: Sen
     await send({"type": "http.response.body", "body": response.body, "more_body": False})
 
 
+class Chunks(Protocol):
+    """`podway.chunks` of the scope: writes parts of a body as `send` does, if it need not wait."""
+
+    def is_open(self) -> bool: ...
+
+    def write(self, body: bytes) -> None: ...
+
+
 class EventStream:
     """Streams a plan's choices as they are sampled, interleaved."""
 
@@ -64,13 +74,15 @@ class EventStream:
         self._numbers = EventNumbers()
         self._starting = asyncio.Lock()
         self._send: Send  # through the middleware, and
-        self._write: Send  # directly to the server: both are set by `__call__`
+        self._write: Send  # directly to the server, and
+        self._chunks: Chunks | None  # without waiting: all are set by `__call__`
         self._has_started = self._has_ended = False
         self._num_writes_begun = self._num_writes_done = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Return when the stream has ended or the client has disconnected."""
         self._send, self._write = send, scope["podway.send"]
+        self._chunks = scope.get("podway.chunks")
         try:
             async with anyio.create_task_group() as tasks:
 
@@ -85,10 +97,31 @@ class EventStream:
             raise failed.exceptions[0] from failed
 
     async def _stream(self) -> None:
+        direct = None if self._chunks is None else self
+        events = generate_events(self._plan, self._group, self._send_events, direct=direct)
         try:
-            await self._end(await generate_events(self._plan, self._group, self._send_events))
+            await self._end(await events)
         except EngineError as error:
             await self._fail(error)
+
+    def is_open(self) -> bool:
+        """Whether `write` may be called: no write waits, and the loop is not late."""
+        return (
+            self._has_started
+            and not self._has_ended
+            and self._num_writes_begun == self._num_writes_done
+            and not self._service.watch.gap
+            and self._chunks is not None
+            and self._chunks.is_open()
+        )
+
+    def write(self, index: int, delta: Delta) -> None:
+        """Send what a choice adds."""
+        assert self._chunks is not None, "it is open"
+        self._num_writes_begun += 1
+        events = self._plan.renderer.delta(index, delta, self._group)
+        self._chunks.write(self._numbers.numbered(events))
+        self._num_writes_done += 1
 
     async def _send_events(self, events: bytes) -> None:
         if not self._has_started:

@@ -44,6 +44,22 @@ class ConnectionBounds(NamedTuple):
     linger_rate: SharedRate | None = None  # shared likewise
 
 
+class ChunkWriter:
+    """Writes parts of a body as `cycle.send` does, if that need not wait."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def is_open(self) -> bool:
+        cycle = self._cycle
+        return not (cycle.flow.write_paused or cycle.disconnected) and bool(cycle.chunked_encoding)
+
+    def write(self, body: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
 class Connection(HttpToolsProtocol):
     """Passes to the parser what a client sends, as far as its `Arrival` allows, and ends the
     connection of a client that does not read."""
@@ -105,6 +121,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         cycle.transport = self._linger.transport_of(cycle)  # type: ignore[assignment] # all it needs
+        cycle.scope["podway.chunks"] = ChunkWriter(cycle)  # type: ignore[typeddict-unknown-key] # ours
         if cycle.scope["http_version"] == "1.0":
             app = _without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)

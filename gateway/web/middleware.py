@@ -96,7 +96,8 @@ class IdentifyCaller:
             work = self._app(scope, intake.gated(receive, client), progress.send)
             await intake.metered(work, record, client)
         finally:
-            for name in ("podway.send", "podway.progress", "podway.upgrade"):  # they refer back
+            # They refer back to the scope
+            for name in ("podway.send", "podway.progress", "podway.chunks", "podway.upgrade"):
                 scope.pop(name, None)
             if rejection := scope.get("podway.rejection"):  # by the connection
                 record.status, record.reason = rejection

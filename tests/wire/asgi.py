@@ -45,7 +45,7 @@ class Exchange:
         self.status: int = 0  # from `start` on
         self.headers: dict[str, str] = {}
         self._app = app
-        self._scope = scope
+        self._scope = scope | {"podway.chunks": self}
         self._requests: asyncio.Queue[Message] = asyncio.Queue()
         for i, piece in enumerate(body):
             more = i + 1 < len(body)
@@ -155,8 +155,21 @@ class Exchange:
     async def _run(self) -> None:
         await self._app(self._scope, self._requests.get, self._send)
 
+    def only_sends(self) -> None:
+        """Offer no way to write without waiting. To be called before the exchange begins."""
+        del self._scope["podway.chunks"]
+
+    def is_open(self) -> bool:
+        return self._reads.is_set()
+
+    def write(self, body: bytes) -> None:
+        self._take({"type": "http.response.body", "body": body, "more_body": True})
+
     async def _send(self, message: "Message") -> None:
         await self._reads.wait()
+        self._take(message)
+
+    def _take(self, message: "Message") -> None:
         self._check.take(message)
         self._messages.put_nowait(message)
 

@@ -52,7 +52,7 @@ class ScriptedTokens:
         self._chunks = iter(chunks)
         self.closed: Abort | None = None
 
-    async def next(self) -> TokenChunk:
+    async def next(self, relay: object = None) -> TokenChunk:
         return next(self._chunks)
 
     def close(self, reason: Abort) -> None:
