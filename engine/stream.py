@@ -126,12 +126,31 @@ class TokenStream:
             prompt, self._owes_prompt_logprobs = tuple(self.request.prompt_logprobs), False
         return TokenChunk(tokens, self.request.finish, logprobs, prompt)
 
-    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Append a token that the engine delivers."""
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
+        """Append a token that the engine delivers, and wake the reader. With a relay it sleeps on,
+        and it is returned whether `offer` has to be called."""
         self._tokens.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        self.wake()
+        if self._relay is None:
+            self.wake()
+        is_known, self._has_update = self._has_update, True
+        return not is_known
+
+    def offer(self) -> None:
+        """Hand the new tokens to the relay; if it does not take them or fails, wake the reader."""
+        request, relay = self.request, self._relay
+        if relay is None:
+            return
+        try:
+            if request.finish is None and request.error is None and relay(self._tokens):
+                self._tokens.clear()
+                self._has_update = False
+            else:
+                self.wake()
+        except Exception as error:
+            if self._reader is not None and not self._reader.done():
+                self._reader.set_exception(error)
 
     def progressed(self, now: float) -> None:
         """A part of the prompt has been computed."""
@@ -140,30 +159,16 @@ class TokenStream:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the reader, or ask its relay: there is a token, or the request has ended."""
-        is_known, self._has_update = self._has_update, True
-        reader, relay = self._reader, self._relay
-        if reader is None or reader.done():
-            return
-        if relay is None:
-            reader.set_result(None)
-        elif not is_known:
-            reader.get_loop().call_soon(self._offer, reader, relay)
+        """Wake the reader: there is a token, or the request has ended."""
+        self._has_update, self._relay = True, None
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
-    def _offer(self, reader: "asyncio.Future[None]", relay: Relay) -> None:
-        """Hand the tokens to the relay; if it does not take them or fails, the reader is woken."""
-        request = self.request
-        if reader.done():
-            return
-        try:
-            is_over = request.finish is not None or request.error is not None
-            if is_over or not self._tokens or not relay(self._tokens):
-                reader.set_result(None)
-                return
-        except Exception as error:
-            reader.set_exception(error)
-        self._tokens.clear()
-        self._has_update = False
+
+def offer_all(streams: Iterable[TokenStream]) -> None:
+    """Hand new tokens to the relays of these streams."""
+    for stream in streams:
+        stream.offer()
 
 
 def close_streams(streams: Iterable[TokenStream], reason: Abort) -> None:
@@ -222,15 +227,20 @@ class LiveStreams:
     def deliver(self, deliveries: Iterable[Delivery]) -> None:
         """Push tokens, and forget the streams of requests that have ended."""
         finished: list[Request] = []
+        offered: list[TokenStream] = []
         for request, token, logprobs in deliveries:
             if token is None:
                 self.wake([request])
                 continue
-            self._streams[request.request_id].push(token, logprobs)
+            stream = self._streams[request.request_id]
+            if stream.push(token, logprobs):
+                offered.append(stream)
             if request.finish is not None:
                 finished.append(request)
         for request in finished:
             self._streams.pop(request.request_id, None)
+        if offered:  # written once the next iteration is on its way
+            asyncio.get_running_loop().call_soon(offer_all, offered)
 
     def report_progress(self, requests: Sequence[Request], now: float) -> None:
         """An iteration of these requests was committed."""

@@ -77,7 +77,8 @@ class EventStream:
         self._write: Send  # directly to the server, and
         self._chunks: Chunks | None  # without waiting: all are set by `__call__`
         self._has_started = self._has_ended = False
-        self._num_writes_begun = self._num_writes_done = 0
+        self._num_writing = 0  # writes that have begun and not ended
+        self._has_written = False  # since the last look of `_keep_alive`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Return when the stream has ended or the client has disconnected."""
@@ -109,7 +110,7 @@ class EventStream:
         return (
             self._has_started
             and not self._has_ended
-            and self._num_writes_begun == self._num_writes_done
+            and not self._num_writing
             and not self._service.watch.gap
             and self._chunks is not None
             and self._chunks.is_open()
@@ -118,10 +119,9 @@ class EventStream:
     def write(self, index: int, delta: Delta) -> None:
         """Send what a choice adds."""
         assert self._chunks is not None, "it is open"
-        self._num_writes_begun += 1
         events = self._plan.renderer.delta(index, delta, self._group)
         self._chunks.write(self._numbers.numbered(events))
-        self._num_writes_done += 1
+        self._has_written = True
 
     async def _send_events(self, events: bytes) -> None:
         if not self._has_started:
@@ -131,7 +131,7 @@ class EventStream:
             await asyncio.sleep(self._service.watch.gap)  # the loop is late: let tokens gather
 
     async def _send_bytes(self, events: bytes) -> None:
-        self._num_writes_begun += 1
+        self._num_writing += 1
         began = self._service.clock()
         try:
             await self._write({"type": "http.response.body", "body": events, "more_body": True})
@@ -140,7 +140,8 @@ class EventStream:
             if waited > BLOCKED_SECONDS:
                 wait = Wait(began, waited)
                 self._service.timelines.reader_waits.add(self._plan.caller.request_id, wait)
-        self._num_writes_done += 1
+        self._num_writing -= 1
+        self._has_written = True
 
     async def _start(self) -> None:
         """Send the status line once; a second task waits here until it has been sent."""
@@ -177,11 +178,11 @@ class EventStream:
         await self._start()
         blocked_seconds = 0.0
         while not self._has_ended and blocked_seconds < pace.stall:
-            num_done = self._num_writes_done
+            self._has_written = False
             await anyio.sleep(pace.ping)
-            if self._num_writes_done != num_done:
+            if self._has_written:
                 blocked_seconds = 0.0
-            elif self._num_writes_begun != num_done:
+            elif self._num_writing:
                 blocked_seconds += pace.ping
             elif not self._has_ended:
                 await self._send_bytes(self._group.ping)

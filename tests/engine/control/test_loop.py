@@ -156,6 +156,8 @@ def test_the_reader_gets_the_error_of_its_relay_and_of_its_request() -> None:
             with pytest.raises(ZeroDivisionError):
                 await stream.next(lambda tokens: bool(1 // 0))
             chunk = await stream.next(lambda tokens: True)
+            assert (now(), len(chunk.tokens)) == (1.0, 1)
+            chunk = await stream.next(lambda tokens: True)
             assert (now(), len(chunk.tokens)) == (2.0, 1)
             with pytest.raises(StepFailed):
                 await stream.next(lambda tokens: True)
