@@ -5,22 +5,27 @@
 `MODEL` is a checkpoint with the built-in model's tokenizer (`examples.benchmarks.mtp.train`). The
 requests are chats that its training did not see. Drafts are counted with a cost model in which they
 are free, so that each decode has as many as allowed. Speed is that of one stream with the measured
-costs, without and with drafts in turns, in CPU seconds of this process (engine and worker). Each
-run must have the tokens of the run without drafts.
+costs, without and with drafts in turns, in CPU seconds of this process (engine and worker), of the
+model and of a large one: each MLP, also that of the layer for multi-token prediction, has neurons
+of zeros up to `--inner`, so it computes the same and reads as many weights as others of its size.
+Each run must have the tokens of the run without drafts.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from engine.cost.model import CostModel
@@ -90,6 +95,7 @@ def speed(
         rates["on"].append(on.tokens_per_second)
         same, counts = same and on.outputs == off.outputs, (on.num_drafts, on.num_accepted)
     return {
+        "parameters": machine.report.num_parameters,
         "temperature": specs[0].sampling.temperature,
         "num_drafts": num_drafts,
         "off": round(median(rates["off"]), 1),
@@ -103,6 +109,21 @@ def speed(
 
 def _ratio(on: float, off: float) -> float:
     return on / off
+
+
+def widened(model: Path, folder: Path, inner: int) -> Path:
+    """The checkpoint with `inner` neurons in each MLP, the new ones of zeros."""
+    shutil.copytree(model, folder)
+    config = json.loads((model / "config.json").read_text()) | {"intermediate_size": inner}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(model / "model.safetensors")
+    for name, weight in weights.items():
+        if ".mlp." in name:
+            sizes = (weight.shape[0], inner) if "down_proj" in name else (inner, weight.shape[1])
+            wide = weights[name] = weight.new_zeros(sizes)
+            wide[: weight.shape[0], : weight.shape[1]] = weight
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -138,14 +159,19 @@ def page(found: Mapping[str, Any]) -> str:
         )
     lines += [
         "",
-        "Where the cost model decides, one stream, CPU seconds of engine and worker:",
+        "Where the cost model decides, one stream, CPU seconds of engine and worker. The large "
+        f"model is the small one with MLPs of {found['inner']:,}",
+        "neurons, the new ones of zeros: it has the same drafts and reads as many weights as "
+        "others of its size:",
         "",
-        "| temperature | drafts at most | tokens/s, off | on | on / off | accepted of drafts |",
-        "|---|---|---|---|---|---|",
+        "| parameters | temperature | drafts at most | tokens/s, off | on | on / off | "
+        "accepted of drafts |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['temperature']:g} | {row['num_drafts']} | {row['off']:.0f} | {row['on']:.0f} | "
-        f"{row['ratio']:.2f} | {row['accepted']:,} of {row['drafts']:,} |"
+        f"| {row['parameters'] / 1e6:.0f} M | {row['temperature']:g} | {row['num_drafts']} | "
+        f"{row['off']:.0f} | {row['on']:.0f} | {row['ratio']:.2f} | "
+        f"{row['accepted']:,} of {row['drafts']:,} |"
         for row in found["speed"]
     ]
     return "\n".join([*lines, ""])
@@ -158,10 +184,14 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=6.0, help="of the training")
+    parser.add_argument("--inner", type=int, default=65_536, help="neurons of the large MLPs")
     parser.add_argument("--out", type=Path, help="JSON file; a page is written beside it")
     options = parser.parse_args()
     before = os.getloadavg()[0]
     machine = load(str(options.model), "", "auto", 1, time.process_time, has_mtp=True)
+    with TemporaryDirectory() as folder:
+        wide = str(widened(options.model, Path(folder) / "wide", options.inner))
+        large = load(wide, "", "auto", 1, time.process_time, has_mtp=True)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     kinds = [
         (specs_of(tokenizer, options.requests, temperature), count)
@@ -173,8 +203,13 @@ def main() -> None:
         "cpu": cpu_name(),
         "parameters": machine.report.num_parameters,
         "requests": options.requests,
+        "inner": options.inner,
         "acceptance": [accepted(machine, specs, count) for specs, count in kinds],
-        "speed": [speed(machine, specs, count, options.rounds) for specs, count in kinds],
+        "speed": [
+            speed(each, specs, count, options.rounds)
+            for each in (machine, large)
+            for specs, count in kinds
+        ],
         "load": [round(before, 1), round(os.getloadavg()[0], 1)],
     }
     print(page(result))

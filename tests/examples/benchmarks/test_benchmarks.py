@@ -82,7 +82,7 @@ def test_speculation_is_measured_in_whole_servers_and_changes_no_text(tmp_path: 
 def test_the_acceptance_of_a_trained_mtp_layer_is_measured(tmp_path: Path) -> None:
     model, file = tmp_path / "model", tmp_path / "mtp.json"
     run_here("benchmarks.mtp.train", *("--out", model, "--steps", "2", "--batch-tokens", "512"))
-    load = ("--requests", "2", "--rounds", "1", "--drafts", "2")
+    load = ("--requests", "2", "--rounds", "1", "--drafts", "2", "--inner", "1024")
     shown = run_here("benchmarks.mtp.acceptance", model, *load, "--out", file)
     assert shown.strip() == file.with_suffix(".md").read_text().strip()
     found = json.loads(file.read_text())
