@@ -170,9 +170,10 @@ class _FinishStream(TokenStream):
         super().__init__(spec, engine)
         self._on_end = on_end
 
-    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
         if self.request.finish is not None:
             self._on_end(self.request)
+        return False
 
     def wake(self) -> None:
         self._on_end(self.request)

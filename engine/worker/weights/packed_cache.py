@@ -34,7 +34,7 @@ from engine.worker.weights.packed_file import (
 VERSION = 2  # the version of the file format
 SUFFIX = ".packed"
 FREE_BYTES = 1 << 30  # so much of the disk stays free
-READ_BYTES = 1 << 20  # of a checkpoint's files at a time: the system reads a part of larger pieces
+READ_BYTES = 1 << 20  # the system reads only a part of a larger piece
 _NAME_DIGITS = 24
 
 
