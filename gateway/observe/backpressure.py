@@ -1,6 +1,6 @@
 """Backpressure: measures the event loop's load, and makes streams merge tokens when it is high.
 
-Each token costs one wakeup and one write of its stream. If the loop is saturated, streams wait
+Each token costs one write of its stream, and often a wakeup. If the loop is saturated, streams wait
 `gap` seconds after each write, so that the next event carries several tokens. The gap grows while
 the loop's thread is busy and shrinks otherwise. On an idle server every token is written at once.
 
