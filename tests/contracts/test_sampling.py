@@ -151,7 +151,16 @@ MinP, Repetition = transformers.MinPLogitsWarper, transformers.RepetitionPenalty
             (Repetition(0.7), Temperature(0.9), MinP(0.01)),
         ),
     ],
-    ids=str,
+    ids=[
+        "plain",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition",
+        "top_k and top_p",
+        "penalty and min_p",
+    ],
 )
 def test_the_definition_is_that_of_transformers(
     sampling: SamplingParams, processors: Sequence[Callable[..., torch.Tensor]]
