@@ -1,4 +1,4 @@
-"""Research in virtual time: fleets, modelled hardware, policies under study.
+"""Research in virtual time: fleets, leaps over decodes, modelled hardware, policies under study.
 
 `podway simulate`, `podway plan` and benchmarks use it. The server imports nothing from here.
 """

@@ -175,6 +175,10 @@ class KnownCost(LiveCost):
     million steps per run.)"""
 
     def observe(self, step: Step, seconds: float) -> None:
+        self.observe_tokens(step.num_tokens, seconds)
+
+    def observe_tokens(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took `seconds`."""
         if seconds > 0.0:
-            latest = step.num_tokens / seconds
+            latest = num_tokens / seconds
             self.tokens_per_second += WEIGHT * (latest - self.tokens_per_second)

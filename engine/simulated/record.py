@@ -1,6 +1,7 @@
 """Recorder: an observer that collects inter-token latencies and the state over time."""
 
 from array import array
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from engine.control.scheduler import IterationScheduler
@@ -24,7 +25,7 @@ class Recorder(Observer):
     """Samples the state at the first commit of every `period` seconds. Call `watch` before the
     first request."""
 
-    def __init__(self, period: float, first_sample: float = 0.0) -> None:
+    def __init__(self, period: float) -> None:
         self.gaps = array("d")  # inter-token latencies in seconds, of all requests
         self.moments: list[Moment] = []
         self.num_recomputed = 0  # preemptions whose KV is recomputed
@@ -35,7 +36,7 @@ class Recorder(Observer):
         self.num_iterations = 0
         self.busy_seconds = 0.0
         self._period = period
-        self._next_sample = first_sample
+        self.next_sample = 0.0  # when the state is sampled next
         self._scheduler: IterationScheduler | None = None
         self._last_token_at: dict[RequestId, float] = {}
 
@@ -52,18 +53,30 @@ class Recorder(Observer):
                 before = last.get(request.request_id)
                 last[request.request_id] = now
                 if before is not None:
-                    self.add_gap(now - before)
-        if now >= self._next_sample:
-            self._next_sample = now + self._period
-            self._sample(now)
+                    self.add_gap(now - before, 1)
+        self.sample_if_due(now)
 
-    def add_gap(self, seconds: float) -> None:
-        """A request got a token `seconds` after its last one."""
-        self.gaps.append(seconds)
+    def add_gap(self, seconds: float, count: int) -> None:
+        """So many requests got a token `seconds` after their last one."""
+        if count == 1:
+            self.gaps.append(seconds)
+        else:
+            self.gaps.extend(array("d", (seconds,)) * count)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
         self._last_token_at.pop(request.request_id, None)
+
+    def produced(self, requests: Iterable[Request], now: float) -> None:
+        """Each of these requests got a token."""
+        for request in requests:
+            self._last_token_at[request.request_id] = now
+
+    def sample_if_due(self, now: float) -> None:
+        """An iteration was committed: sample the state if the period is over."""
+        if now >= self.next_sample:
+            self.next_sample = now + self._period
+            self._sample(now)
 
     def preempted(self, request: Request, now: float) -> None:
         self.num_recomputed += 1

@@ -85,6 +85,17 @@ class RecordedOutputs:
         position = entry.start + len(entry.tokens)
         return self._arrivals[entry.request_id].token(position)
 
+    def next_tokens(self, request: Request, count: int) -> list[int]:
+        """The next output tokens of the request."""
+        arrival, known = self._arrivals[request.request_id], request.num_tokens
+        return [arrival.token(position) for position in range(known, known + count)]
+
+    def num_left(self, request: Request) -> int:
+        """Output tokens until one ends the request; `max_tokens` may end it earlier."""
+        ends_after = self._arrivals[request.request_id].ends_after
+        most = request.spec.max_tokens
+        return (most if ends_after is None else ends_after) - request.produced
+
 
 @dataclass(frozen=True)
 class Recording:

@@ -17,7 +17,8 @@ from engine.control.scheduler import IterationScheduler
 from engine.errors import EngineError
 from engine.replicas.replica import QueueDelay
 from engine.request import Request, State
-from engine.research.fleet.replica import Replica
+from engine.research.leaping.replica import Replica
+from engine.research.leaping.run import build_replica
 from engine.simulated.record import Recorder
 from engine.simulated.replay import RecordedOutputs, RecordedRequest
 from engine.simulated.run import Setup, is_recorded
@@ -91,11 +92,12 @@ class GapCounter(Recorder):
     """Counts inter-token latencies in bins of 1 %, and samples no state."""
 
     def __init__(self, counts: Counter[int]) -> None:
-        super().__init__(period=inf, first_sample=inf)
+        super().__init__(period=inf)
+        self.next_sample = inf
         self._counts = counts
 
-    def add_gap(self, seconds: float) -> None:
-        self._counts[floor(log(seconds) / _LOG_RATIO) if seconds > 0.0 else -10_000] += 1
+    def add_gap(self, seconds: float, count: int) -> None:
+        self._counts[floor(log(seconds) / _LOG_RATIO) if seconds > 0.0 else -10_000] += count
 
 
 class _Member:
@@ -111,7 +113,7 @@ class _Member:
         self._trace: dict[int, int] = {}  # numbers in the trace, by request
         self._begun: dict[int, Begun] = {}  # requests that go on here, by those numbers
         self.num_ended = 0
-        self.replica = Replica.build(setup, self.recorder, self.outputs, self._ended)
+        self.replica: Replica = build_replica(setup, self.recorder, self.outputs, self._ended)
         self._model = setup.cost
         self._delay = QueueDelay(self.replica.scheduler.cost, setup.settings.max_batch_size)
 
@@ -143,7 +145,7 @@ class _Member:
         result.jct.append(times.last_token_at - begun.arrived_at)
         if (earlier := self._begun.pop(number, None)) and earlier.last_token_at is not None:
             result.pauses.append(times.first_token_at - earlier.last_token_at)
-            self.recorder.add_gap(result.pauses[-1])
+            self.recorder.add_gap(result.pauses[-1], 1)
         result.cached.append(request.num_cached)
         self.recorder.forget(request)
         self._delay.ended(request, self.replica.now)
@@ -243,6 +245,7 @@ class Shard:
         for number in replicas:
             if (member := self._members.pop(number, None)) is not None:
                 del self._next_at[number]
+                member.replica.advance(now)  # through the steps of a leap
                 self._count(member)
                 live += member.live()
         return live

@@ -26,9 +26,9 @@ from typing import NamedTuple, Self
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
 from engine.research.fleet.figures import FleetFigures, FleetMoment, summarise_fleet
-from engine.research.fleet.replica import can_play
 from engine.research.fleet.router import FORECASTING, ROUTERS, Loads, block_size_of
 from engine.research.fleet.shard import Begun, LoadReport, Routed, Shard, ShardResult
+from engine.research.leaping.run import may_leap
 from engine.simulated.run import Setup, prepared
 from engine.simulated.trace import SHARED_BLOCK, Arrival
 
@@ -225,7 +225,7 @@ def run_fleet(fleet: FleetSetup, arrivals: Sequence[Arrival]) -> FleetRun:
     Raises `InvalidRequest` for a setup or a load that only a single replica can run.
     """
     arrivals = prepared(fleet.setup, arrivals)
-    if not can_play(fleet.setup, arrivals):
+    if not may_leap(fleet.setup, arrivals):
         raise InvalidRequest(
             "A fleet is simulated with one stage, without lookahead, KV windows and recurrent "
             "states, and with requests that have no deadline, grammar, ITL goal or background "

@@ -17,7 +17,7 @@ from engine.cost.fit import Sample
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import ObserverGroup
-from engine.simulated.capacity import highest_load
+from engine.research.leaping.run import highest_load
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.play import PlayResult, play_all, play_async

@@ -26,8 +26,9 @@ from matplotlib.figure import Figure
 from engine.control.settings import SchedulerSettings
 from engine.policy import build
 from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
+from engine.research.leaping.run import simulate
 from engine.simulated.figures import SLO, Figures
-from engine.simulated.run import Setup, simulate
+from engine.simulated.run import Setup
 from engine.simulated.trace import at_rate
 from examples.benchmarks.real_engine.loads import Call
 from examples.benchmarks.real_engine.machine import (

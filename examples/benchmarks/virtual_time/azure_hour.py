@@ -20,8 +20,9 @@ from rich.console import Console
 from engine.control.settings import SchedulerSettings
 from engine.policy import build
 from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
+from engine.research.leaping.run import simulate
 from engine.simulated.figures import SLO, Figures
-from engine.simulated.run import Setup, simulate
+from engine.simulated.run import Setup
 from engine.simulated.trace import read_trace
 from gateway.commands.plots import draw_time
 from gateway.commands.simulate.command import show

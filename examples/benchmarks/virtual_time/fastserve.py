@@ -22,8 +22,9 @@ from engine.control.admission import Admission, SwapMode
 from engine.control.settings import SchedulerSettings
 from engine.policy import PolicySettings, build
 from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
+from engine.research.leaping.run import simulate
 from engine.simulated.figures import Figures
-from engine.simulated.run import Setup, simulate
+from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, at_rate, poisson, read_trace, skewed_lengths
 
 TRACE = Path(__file__).parents[3] / "tests" / "data" / "azure_2023_conv_first_1000.csv.gz"

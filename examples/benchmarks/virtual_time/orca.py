@@ -25,7 +25,7 @@ from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
-from engine.simulated.capacity import highest_load
+from engine.research.leaping.run import highest_load
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import Figures, summarise
 from engine.simulated.play import Outcome, PlayResult, play_all

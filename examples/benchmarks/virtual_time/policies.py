@@ -28,9 +28,10 @@ from engine.policy.base import BackgroundLast, Preemption
 from engine.ports import Cost
 from engine.request import RequestSpec
 from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
+from engine.research.leaping.run import simulate
 from engine.research.policies import ORACLES
 from engine.simulated.replay import END, RecordedRequest
-from engine.simulated.run import Setup, simulate
+from engine.simulated.run import Setup
 from engine.simulated.trace import (
     GREEDY,
     SHARED_BLOCK,

@@ -16,8 +16,8 @@ from statistics import fmean, quantiles
 
 from engine.iteration import Observer
 from engine.request import Request
+from engine.research.leaping.run import simulate
 from engine.simulated.replay import RecordedRequest
-from engine.simulated.run import simulate
 from examples.benchmarks.virtual_time.policies import (
     CASES,
     FCFS,

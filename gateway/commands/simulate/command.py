@@ -16,10 +16,10 @@ from rich.console import Console
 
 from engine.control.event_recorder import EventRecorder, Row, render
 from engine.errors import EngineError, InvalidRequest
-from engine.simulated.capacity import capacity
+from engine.research.leaping.run import capacity, simulate
 from engine.simulated.figures import SLO, Figures
 from engine.simulated.replay import Recording, read_recording
-from engine.simulated.run import Setup, simulate
+from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, at_rate, mean_rate
 from engine.simulated.verify import RecordingVerifier
 from gateway.commands.simulate.fleet import add_fleet, fleets, run_fleets, table_of

@@ -16,7 +16,7 @@ from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
-from engine.simulated.capacity import capacity, highest_load
+from engine.research.leaping.run import capacity, highest_load
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO
 from engine.simulated.play import play, play_all

@@ -9,7 +9,7 @@ import pytest
 from adapters.models.random_checkpoint import random_checkpoint
 from adapters.tokenizers import load_token_table
 from engine.research.hardware.catalogue import Deployment
-from engine.simulated import capacity
+from engine.research.leaping import run as capacity
 from examples.benchmarks.pipeline import __main__ as pipeline
 from examples.benchmarks.pipeline import measured
 from examples.benchmarks.speculation import engines, servers

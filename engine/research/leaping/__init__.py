@@ -1,0 +1,1 @@
+"""Simulation that takes many iterations of the same decodes at once, with equal figures."""
