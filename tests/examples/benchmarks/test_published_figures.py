@@ -6,7 +6,7 @@ without its claims and its settings has no number with a unit.
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from statistics import fmean, median
@@ -66,27 +66,53 @@ COLUMNS = (  # the key of a load or of a run, and whether more is better
     ("", "pss_mib_after", False),
     ("", "first_token_seconds", False),
 )
+LARGER = (
+    ("128 in", "itl_p50", False),
+    ("C=4", "output_rate", True),
+    ("C=16", "output_rate", True),
+    ("128 in", "ttft_p50", False),
+    ("4,096 in", "ttft_p50", False),
+    ("", "pss_mib_after", False),
+)
 
 
-def number(value: float, key: str) -> str:
-    if key in ("ttft_p50", "pss_mib_after"):
-        return f"{value * (1e3 if key == 'ttft_p50' else 1):,.0f}"
-    return f"{value:.1f}" if value < 99 else f"{value:.0f}"
+def number(value: float, key: str, load: str) -> str:
+    if key == "itl_p50":
+        value = 1 / value  # of a lone stream: tokens/s after the first one
+    elif key == "ttft_p50" and load == "C=1":
+        return f"{value * 1e3:,.0f}"  # ms
+    return f"{value:.1f}" if value < 99 else f"{value:,.0f}"
+
+
+def cells(shape: str, ours: str, group: str, columns: Sequence[tuple[str, str, bool]]) -> str:
+    """Podway and the best of the others, with its first letter, for each column; the better in
+    bold."""
+    runs, found = read(f"peers/{shape}/figures.json"), []
+    others = {run["server"] for run in runs if run["group"] == group} - {ours}
+    others = {name for name in others if not name.startswith("Podway")}
+    for load, key, more in columns:
+        values = [(peers(shape, server, load, key), server[0].upper()) for server in others]
+        best, letter = max(values) if more else min(values)
+        own = peers(shape, ours, load, key)
+        mine, theirs = number(own, key, load), number(best, key, load)
+        is_better = own > best if more else own < best
+        found.append(
+            f"**{mine}** : {theirs} {letter}" if is_better else f"{mine} : **{theirs}** {letter}"
+        )
+    return " | ".join(found)
 
 
 def beside_others() -> list[str]:
-    """Two rows for each format: Podway, and the best of the others with its first letter."""
-    runs, rows = read("peers/m500_zen5/figures.json"), []
-    for title, (ours, group) in FORMATS.items():
-        others = {r["server"] for r in runs if r["group"] == group and "Podway" not in r["server"]}
-        own, best = [f"Podway, {title}"], ["best of the others"]
-        for load, key, more in COLUMNS:
-            values = [(peers("m500_zen5", server, load, key), server[0]) for server in others]
-            value, letter = max(values) if more else min(values)
-            own.append(number(peers("m500_zen5", ours, load, key), key))
-            best.append(f"{number(value, key)} {letter.upper()}")
-        rows += [f"| {' | '.join(row)} |" for row in (own, best)]
-    return rows
+    """A row of README.md for each model and format."""
+    groups = dict.fromkeys(run["group"] for run in read("peers/larger_zen5/figures.json"))
+    rows = [
+        f"| {group} | {cells('larger_zen5', f'Podway {group}', group, LARGER)} |"
+        for group in groups
+    ]
+    return rows + [
+        f"| {title} | {cells('m500_zen5', ours, group, COLUMNS)} |"
+        for title, (ours, group) in FORMATS.items()
+    ]
 
 
 def ratio(ours: str, theirs: str, streams: int = 32) -> float:
@@ -297,7 +323,6 @@ def encoders_in_batches() -> list[str]:
 
 
 CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
-    (README, beside_others),
     (README, starts),
     (README, iteration_level),
     (README, orca),
@@ -325,6 +350,11 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (RESULTS / "chaos" / "README.md", chaos),
     (PAGE, encoders_in_batches),
 ]
+
+
+def test_the_better_figure_is_in_bold_beside_other_servers() -> None:
+    lines = README.read_text().splitlines()
+    assert [row for row in beside_others() if row not in lines] == []
 
 
 @pytest.mark.parametrize(("page", "claims"), CLAIMS, ids=lambda value: getattr(value, "name", None))
