@@ -1,5 +1,6 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -63,6 +64,12 @@ def test_a_chat_streams_and_shows_its_figures(page: Page, page_url: str) -> None
     expect(page.locator(".message.user")).to_contain_text("Hello!")  # history is in the browser
 
 
+def busy(page_url: str) -> AbstractContextManager[httpx.Response]:
+    """Other streams, so that an answer takes long enough to be stopped on any machine."""
+    body = {"model": "builtin", "prompt": "a", "max_tokens": 1900, "ignore_eos": True, "n": 24}
+    return httpx.stream("POST", f"{page_url}/v1/completions", json=body | {"stream": True})
+
+
 def test_an_answer_of_another_tab_is_waited_for_or_stopped(
     context: BrowserContext, page: Page, page_url: str
 ) -> None:
@@ -70,12 +77,13 @@ def test_an_answer_of_another_tab_is_waited_for_or_stopped(
     other = context.new_page()
     other.goto(page.url)
     expect(other.locator(".entry a[aria-current]")).to_be_visible()
-    ask(page, "Tell me a story.")
-    await_text(other)
-    other.get_by_label("Message", exact=True).fill("And then?")
-    other.get_by_label("Message", exact=True).press("Enter")
-    expect(other.locator(".message")).to_have_count(2)
-    other.get_by_role("button", name="Stop").click()
+    with busy(page_url):
+        ask(page, "Tell me a story.")
+        await_text(other)
+        other.get_by_label("Message", exact=True).fill("And then?")
+        other.get_by_label("Message", exact=True).press("Enter")
+        expect(other.locator(".message")).to_have_count(2)
+        other.get_by_role("button", name="Stop").click()
     for tab in (page, other):
         expect(tab.locator(".figures")).to_contain_text("stopped")
         expect(tab.locator("#send")).to_be_visible()
@@ -151,9 +159,7 @@ def test_editing_and_regenerating_add_branches(page: Page, page_url: str) -> Non
 
 def test_the_stop_button_frees_the_slots(page: Page, page_url: str) -> None:
     seed_chat(page, page_url, min_tokens=1900, max_tokens=1950)
-    body = {"model": "builtin", "prompt": "a", "max_tokens": 1900, "ignore_eos": True, "n": 12}
-    others = httpx.stream("POST", f"{page_url}/v1/completions", json=body | {"stream": True})
-    with others:  # so that the answer takes long enough to be stopped on any machine
+    with busy(page_url):
         ask(page, "Tell me a story.")
         await_text(page)
         page.locator("#stop").click()
