@@ -1,4 +1,5 @@
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -96,3 +97,16 @@ def test_the_published_tables_are_those_of_its_runs(folder: str, num_rows: int) 
     rows = [line for line in made.splitlines() if line.startswith(("|", "- "))]
     assert len(rows) > num_rows
     assert [row for row in rows if row not in published] == []
+
+
+def test_first_starts_are_those_of_their_runs() -> None:
+    rows = read("peers/larger_zen5/first_starts.json")
+    published = (RESULTS / "peers/larger_zen5/README.md").read_text()
+    for case in dict.fromkeys(row["case"] for row in rows):
+        cells = []
+        for version in ("before", "now"):
+            found = [
+                row["seconds"] for row in rows if (row["case"], row["version"]) == (case, version)
+            ]
+            cells.append(f"{median(found):.1f} ({min(found):.1f}–{max(found):.1f})")
+        assert f"| {case} | {' | '.join(cells)} |" in published

@@ -26,7 +26,7 @@ HARNESS = "engine/simulated/"  # instead of a worker process and the clock
 FORMS = (ChatRequest, GenerationPlan, RequestSpec, Request, StepEntry)
 FIRST_STOP = "gateway/web/route.py"  # what called it ran before the body was there
 MAX_MODULES = 50
-MAX_STOPS = 12
+MAX_STOPS = 11
 MAX_FORMS = 5
 
 
