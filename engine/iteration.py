@@ -41,6 +41,12 @@ class Iteration:
     itl_goal: float = inf
     only_saves: bool = False
 
+    def may_go_ahead(self) -> dict[Request, None]:
+        """The requests that may be planned ahead while it is in flight, in the order of its
+        entries. KV that it loads might not be readable."""
+        loading = {load.request for load in self.loads}
+        return dict.fromkeys(r for r in self.requests if r.may_go_ahead and r not in loading)
+
     def results(self, result: StepResult) -> "EntryResults":
         """What `result` has for each of the entries."""
         tokens: Sequence[int | None] = result.tokens

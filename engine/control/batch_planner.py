@@ -20,6 +20,7 @@ from engine.cost.live import LiveCost
 from engine.kv.cache import KVCache
 from engine.pool import RequestPool
 from engine.request import Move, Request, State
+from engine.step import StepId
 
 WAITING, READY, SWAPPED = State.WAITING, State.READY, State.SWAPPED  # bound once, for the hot
 PLAN = Move.PLAN  # path (see engine.pool)
@@ -47,6 +48,13 @@ class BatchPlanner:
         self._admission = admission
         self._seats = SeatBound(settings, pool)
         self.time = TimeBound(settings, pool, cost, self._seats)
+
+    def begin(self, step_id: StepId, ahead: dict[Request, None]) -> BatchBuilder:
+        """An empty batch, in which requests in flight may be planned `ahead`."""
+        settings = self._settings
+        batch = BatchBuilder(step_id, settings.max_batch_size, settings.max_batch_tokens, ahead)
+        batch.images = self._images
+        return batch
 
     def plan(self, batch: BatchBuilder, now: float) -> None:
         """Fill a batch. If it stays empty and requests wait until more of their prefixes is hashed,

@@ -8,7 +8,6 @@ is admitted before it. KV may grow block by block; requests are preempted if blo
 from collections.abc import Collection, Sequence
 
 from engine.control.admission import AdmissionControl, AdmissionSettings, SwapMode
-from engine.control.batch_builder import BatchBuilder
 from engine.control.batch_planner import BatchPlanner
 from engine.control.images import Images
 from engine.control.lifecycle import Arrivals, Lifecycle
@@ -93,11 +92,6 @@ class IterationScheduler:
         """The policy in force."""
         return self.pool.policy
 
-    @property
-    def num_committed(self) -> int:
-        """Iterations that returned so far, failed ones included."""
-        return self.lifecycle.num_committed
-
     # Arrivals
 
     def add(self, spec: RequestSpec, now: float, block_hashes: Sequence[bytes] = ()) -> Request:
@@ -156,8 +150,13 @@ class IterationScheduler:
         the token being sampled is known to be their last. For them the worker continues with the
         token that it samples in that iteration.
         """
-        ahead = self._may_go_ahead(oldest) if oldest is not None else {}
-        batch = self._new_batch(ahead)
+        ahead = {} if oldest is None else oldest.may_go_ahead()
+        if oldest is not None and self._proposals is not None:
+            self._proposals.hold_back(oldest, ahead)
+        batch = self._planner.begin(StepId(self._next_step_id), ahead)
+        batch.looks_ahead = self.looks_ahead
+        batch.has_suspect = self.lifecycle.has_suspect_in_flight
+        batch.least_crashes = self.lifecycle.least_crashes
         self._planner.plan(batch, now)
         if not batch.is_empty:
             if self._swap_planner is not None:
@@ -177,25 +176,6 @@ class IterationScheduler:
         iteration = batch.iteration(swaps, self._planner.time.goal(batch))
         self._observer.planned(iteration, now)
         return iteration
-
-    def _may_go_ahead(self, oldest: Iteration) -> dict[Request, None]:
-        """The requests that may be planned ahead of an iteration in flight, in the order of its
-        entries. KV that it loads might not be readable."""
-        loading = {load.request for load in oldest.loads}
-        may_go = (r for r in oldest.requests if r.may_go_ahead and r not in loading)
-        ahead = dict.fromkeys(may_go)
-        if self._proposals is not None:
-            self._proposals.hold_back(oldest, ahead)
-        return ahead
-
-    def _new_batch(self, ahead: dict[Request, None]) -> BatchBuilder:
-        settings, step_id = self.settings, StepId(self._next_step_id)
-        batch = BatchBuilder(step_id, settings.max_batch_size, settings.max_batch_tokens, ahead)
-        batch.looks_ahead = self.looks_ahead
-        batch.has_suspect = self.lifecycle.has_suspect_in_flight
-        batch.least_crashes = self.lifecycle.least_crashes
-        batch.images = self.images
-        return batch
 
     def save(self) -> Iteration | None:
         """An iteration that saves cached blocks in the tiers below, if any; no request is live."""

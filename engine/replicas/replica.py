@@ -66,7 +66,7 @@ class Replica:
 
     def delay(self, now: float) -> float:
         """The forecast by how many seconds a new request ends later than on an idle replica."""
-        state = (self.scheduler.num_committed, len(self.pool), self.pool.count(WAITING))
+        state = (self.scheduler.lifecycle.num_committed, len(self.pool), self.pool.count(WAITING))
         if state != self._state:
             self._state = state
             self._seconds = self._delay.seconds(self.pool, self.scheduler.cost.model, now)

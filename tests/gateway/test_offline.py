@@ -34,9 +34,9 @@ def test_prompts_are_completed_in_order(model: Podway) -> None:
 
 def test_prompts_share_iterations(model: Podway) -> None:
     scheduler = model._service.engine.scheduler
-    before = scheduler.num_committed
+    before = scheduler.lifecycle.num_committed
     model.generate(["one", "two", "three", "four"], max_tokens=20, ignore_eos=True)
-    assert 20 <= scheduler.num_committed - before < 40
+    assert 20 <= scheduler.lifecycle.num_committed - before < 40
 
 
 def test_prompts_take_whole_iterations_beside_decodes(model: Podway) -> None:

@@ -168,22 +168,14 @@ def build_service(
     those of the web page and of traces."""
     metrics, quotas, request_log = Metrics(), Quotas(), RequestLog(clock)
     live, timelines = LiveView(), Timelines()
-    observers: list[Observer] = [
-        metrics,
-        StepMetrics(metrics),
-        metrics.requests,
-        request_log,
-        quotas,
-    ]
-    if has_timelines:
-        observers += [live, timelines]
+    seen: tuple[Observer, ...] = (live, timelines) if has_timelines else ()
     scheduler = IterationScheduler(
         SchedulerSettings(
             max_model_len=1 << 20, max_batch_size=load.streams, max_batch_tokens=8 * load.streams
         ),
         KVLedger(KVShape(max(load.streams * 4096, MAX_TOKENS // 16 + 2), 16)),
         FirstComeFirstServed(),
-        ObserverGroup(*observers),
+        ObserverGroup(metrics, StepMetrics(metrics), metrics.requests, request_log, quotas, *seen),
     )
     timelines.attach(scheduler)
     tokenizer, store = Words(), open_store(None, StoreLimits())

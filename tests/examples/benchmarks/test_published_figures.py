@@ -6,7 +6,7 @@ without its claims and its settings has no number with a unit.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from statistics import fmean, median
@@ -19,6 +19,7 @@ from engine.worker.ports.shapes import ModelShape
 from examples.benchmarks.attacks import memory, report
 from examples.benchmarks.layers.encoder_batches import gain
 from examples.benchmarks.server import prefill_slowdown
+from tests.examples.benchmarks.peer_claims import beside_others, beside_peers, with_recurrent_layers
 from tests.examples.benchmarks.published import RESULTS, plain, read
 from tests.examples.benchmarks.scheduling_claims import (
     accuracy,
@@ -39,116 +40,6 @@ PAGE = RESULTS / "README.md"
 EXPECTED_STATUSES = {"200", "400", "404", "409", "413", "415", "503", "504"}
 UNITS = r"(×|%|ms|s|µs|MiB|nats|tokens/s|requests/s|times)"
 NUMBER = re.compile(rf"(?<![\w.])\d[\d.,e-]*(?: to \d[\d.]*)? ?{UNITS}(?![\w/-])")
-
-
-# Beside other servers
-
-
-def peers(shape: str, server: str, load: str, key: str = "output_rate") -> float:
-    """The median of the rounds."""
-    runs = [run for run in read(f"peers/{shape}/figures.json") if run["server"] == server]
-    if key in runs[0]:
-        return median(float(run[key]) for run in runs)
-    return median(float(run["loads"][load][key]) for run in runs)
-
-
-FORMATS = {  # row of README.md: Podway's server and the group of servers
-    "float32": ("Podway float32", "M500, float32"),
-    "bfloat16": ("Podway bfloat16", "M500, bfloat16"),
-    "int8": ("Podway int8", "M500, 8 bits"),
-    "Q4_0": ("Podway Q4_0 file", "M500, 4 bits"),
-}
-COLUMNS = (  # the key of a load or of a run, and whether more is better
-    ("C=1", "output_rate", True),
-    ("C=8", "output_rate", True),
-    ("C=32", "output_rate", True),
-    ("C=1", "ttft_p50", False),
-    ("", "pss_mib_after", False),
-    ("", "first_token_seconds", False),
-)
-LARGER = (
-    ("128 in", "itl_p50", False),
-    ("C=4", "output_rate", True),
-    ("C=16", "output_rate", True),
-    ("128 in", "ttft_p50", False),
-    ("4,096 in", "ttft_p50", False),
-    ("", "pss_mib_after", False),
-)
-
-
-def number(value: float, key: str, load: str) -> str:
-    if key == "itl_p50":
-        value = 1 / value  # of a lone stream: tokens/s after the first one
-    elif key == "ttft_p50" and load == "C=1":
-        return f"{value * 1e3:,.0f}"  # ms
-    return f"{value:.1f}" if value < 99 else f"{value:,.0f}"
-
-
-def cells(shape: str, ours: str, group: str, columns: Sequence[tuple[str, str, bool]]) -> str:
-    """Podway and the best of the others, with its first letter, for each column; the better in
-    bold."""
-    runs, found = read(f"peers/{shape}/figures.json"), []
-    others = {run["server"] for run in runs if run["group"] == group} - {ours}
-    others = {name for name in others if not name.startswith("Podway")}
-    for load, key, more in columns:
-        values = [(peers(shape, server, load, key), server[0].upper()) for server in others]
-        best, letter = max(values) if more else min(values)
-        own = peers(shape, ours, load, key)
-        mine, theirs = number(own, key, load), number(best, key, load)
-        is_better = own > best if more else own < best
-        found.append(
-            f"**{mine}** : {theirs} {letter}" if is_better else f"{mine} : **{theirs}** {letter}"
-        )
-    return " | ".join(found)
-
-
-def beside_others() -> list[str]:
-    """A row of README.md for each model and format."""
-    groups = dict.fromkeys(run["group"] for run in read("peers/larger_zen5/figures.json"))
-    rows = [
-        f"| {group} | {cells('larger_zen5', f'Podway {group}', group, LARGER)} |"
-        for group in groups
-    ]
-    return rows + [
-        f"| {title} | {cells('m500_zen5', ours, group, COLUMNS)} |"
-        for title, (ours, group) in FORMATS.items()
-    ]
-
-
-def ratio(ours: str, theirs: str, streams: int = 32) -> float:
-    load = f"C={streams}"
-    return peers("m500_zen5", ours, load) / peers("m500_zen5", theirs, load)
-
-
-def beside_peers() -> list[str]:
-    pairs = {
-        "float32": ("Podway float32", "OpenVINO f32"),
-        "bfloat16": ("Podway bfloat16", "vLLM zentorch bfloat16"),
-        "int8": ("Podway int8", "vLLM zentorch W8A8 bfloat16"),
-        "Q4_0": ("Podway Q4_0 file", "llama-server q4_0"),
-    }
-    one, two, three, four = (f"{ratio(*pair):.2f}" for pair in pairs.values())
-    alone = pairs | {"bfloat16": ("Podway bfloat16", "OpenVINO bf16 (u8 KV)")}
-    alone["int8"] = ("Podway int8", "OpenVINO int8")
-    behind = sorted(round(100 * (1 - ratio(*pair, streams=1))) for pair in alone.values())
-    return [
-        f"{one} (float32), {two} (bfloat16), {three} (int8) and {four} times (Q4_0)",
-        f"faster with another in each format, by {behind[0]} to {behind[-1]} %",
-    ]
-
-
-def with_recurrent_layers() -> list[str]:
-    today = [peers("hybrid_avx2", "Podway q8_0, today", f"C={streams}") for streams in (1, 8, 32)]
-    claims = []
-    for other in ("Podway q8_0, before", "llama-server q8_0"):
-        rates = [peers("hybrid_avx2", other, f"C={streams}") for streams in (1, 8, 32)]
-        one, two, three = (f"{own / rate:.1f}" for own, rate in zip(today, rates, strict=True))
-        claims.append(f"{one}, {two} and {three} times")
-    before, beside = claims
-    return [
-        f"today {before} the tokens/s of 1, 8 and 32 streams before",
-        f"and {beside} llama-server's",
-    ]
 
 
 def starts() -> list[str]:
