@@ -68,7 +68,7 @@ class Kernels:
 
     `activation_bits`, "auto", "8" or "14", is the width to which the int8 linears of a CPU quantize
     their inputs. The attention kernels that were fastest on a GPU, and those that failed, are kept
-    in the directory `gemm_cache`; "" keeps none.
+    in the directory `kernel_choices`; "" keeps none.
     """
 
     dtype: str = setting(
@@ -134,7 +134,7 @@ class Kernels:
     cuda_graphs: bool = advanced(
         True, "workers", "on a GPU, capture steps up to 512 tokens as CUDA graphs at the start"
     )
-    gemm_cache: str = ""
+    kernel_choices: str = ""
 
 
 @dataclass(frozen=True, slots=True)

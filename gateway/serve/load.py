@@ -244,7 +244,7 @@ def kernels_of(settings: Settings) -> Kernels:
     return replace(
         kernels,
         packed_cache="" if kernels.packed_cache == "off" else str(packed),
-        gemm_cache=str(cache / "gemm"),
+        kernel_choices=str(cache / "kernel_choices"),
     )
 
 

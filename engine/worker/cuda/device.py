@@ -132,7 +132,7 @@ class CudaDevice:
         dtype = choose_dtype("--dtype", settings.kernels.dtype, DTYPES, "cuda")
         if settings.kernels.attention == PLAIN_ATTENTION or dtype is torch.float32:
             return cls(settings, gpu, None, preferred)
-        triton = load(gpu.place, dtype, settings.kernels.gemm_cache)
+        triton = load(gpu.place, dtype, settings.kernels.kernel_choices)
         return cls(settings, gpu, row_kernels(), preferred, triton)
 
     @staticmethod

@@ -112,7 +112,7 @@ class _Place:
             self.device.formats.dtype,
             StepLimits(settings.max_batch_size, settings.max_batch_tokens, self.max_model_len),
             is_batch_invariant=settings.kernels.batch_invariant,
-            choices=settings.kernels.gemm_cache,
+            choices=settings.kernels.kernel_choices,
         )
         return StageAttention(self.device, specs, settings.kv.block_size, kv.layer_groups)
 

@@ -58,14 +58,14 @@ def load(args: argparse.Namespace, cases: Sequence[Sequence[int]]) -> Worker:
         decodes * -(-args.context // BLOCK) + sum(-(-each // BLOCK) for each in pieces)
         for decodes, *pieces in cases
     )
-    gemm_cache = Path(user_cache_path("podway", appauthor=False)) / "gemm"
+    kernel_choices = Path(user_cache_path("podway", appauthor=False)) / "kernel_choices"
     return Worker.load(
         WorkerSettings(
             model=f"random:{args.shape}",
             max_batch_size=max(most, 1),
             max_batch_tokens=MAX_TOKENS,
             kernels=Kernels(
-                device=args.device, attention=args.attention, gemm_cache=str(gemm_cache)
+                device=args.device, attention=args.attention, kernel_choices=str(kernel_choices)
             ),
             kv=KVSettings(kv_slots=BLOCK * slots, block_size=BLOCK),
         ),

@@ -248,10 +248,10 @@ def worker_settings(
     kv = with_flags(KVSettings(), args)
     size = kv.block_size
     host_blocks = -(-load.context // size)
-    gemm_cache = str(user_cache_path("podway", appauthor=False) / "gemm")
+    kernel_choices = str(user_cache_path("podway", appauthor=False) / "kernel_choices")
     return WorkerSettings(
         model=str(directory),
-        kernels=replace(with_flags(Kernels(), args), gemm_cache=gemm_cache),
+        kernels=replace(with_flags(Kernels(), args), kernel_choices=kernel_choices),
         kv=replace(kv, kv_slots=load.num_blocks(size) * size),
         tiers=Tiers(host_kv_memory=host_blocks * sizes.block_bytes(size)),
         max_model_len=load.longest,
