@@ -12,9 +12,8 @@ one Podway serves the shape with random weights.
 
 All servers of a model and format are up at a time; each load runs on one after the other, because
 the memory of a virtual machine is faster at some times than at others. Where memory does not hold
-all, one server after the other is measured. `--add` keeps the rounds
-that DIR has already. `--list` shows what would be started and what is left out for want of a file
-or of memory.
+all, as many are up as it holds. `--add` keeps the rounds that DIR has already. `--list` shows what
+would be started and what is left out for want of a file or of memory.
 """
 
 import argparse
@@ -101,8 +100,8 @@ def main() -> None:
                 for each in together(here, psutil.virtual_memory().available):
                     found = measure_in_turn(each, chosen_loads, Path(scratch))
                     runs += [{"round": number} | run for run in found]
-                figures.write_text(json.dumps(runs, indent=1) + "\n")
-                (out / "README.md").write_text(page(runs, LOADS, names_of_all(), missing))
+                    figures.write_text(json.dumps(runs, indent=1) + "\n")
+                    (out / "README.md").write_text(page(runs, LOADS, names_of_all(), missing))
 
 
 def parse() -> argparse.Namespace:
@@ -180,7 +179,7 @@ def needed_bytes(model: Model, format: Format) -> int:
 
 
 def together(servers: list[Server], available_bytes: int) -> list[list[Server]]:
-    """The servers of a model and format, all at a time if memory holds them."""
+    """The servers of a model and format, as many at a time as memory holds."""
     name, format = servers[0].group.split(", ")
     (needed,) = (
         needed_bytes(model, each)
@@ -188,8 +187,8 @@ def together(servers: list[Server], available_bytes: int) -> list[list[Server]]:
         for each in model.formats
         if (model.name, each.gguf) == (name, format)
     )
-    is_held = len(servers) * needed <= available_bytes
-    return [servers] if is_held else [[each] for each in servers]
+    count = max(1, available_bytes // needed)
+    return [servers[first : first + count] for first in range(0, len(servers), count)]
 
 
 def plan(models: list[Model], peers: Path, available_bytes: int) -> tuple[list[Server], list[str]]:
@@ -216,7 +215,8 @@ def _servers(model: Model, format: Format, peers: Path) -> Iterator[Server]:
     group = f"{model.name}, {format.gguf}"
 
     def server(program: str, port: int, *command: str) -> Server:
-        return Server(f"{program} {group}", group, command, port, "m", {"ZEN": "1"})
+        vllm = {"ZEN": "1", "KV": "3"}  # GiB: one prompt of 16,384 tokens
+        return Server(f"{program} {group}", group, command, port, "m", vllm)
 
     gguf = peers / "gguf" / f"{model.name}-{format.gguf}.gguf"
     flags = f"--served-model-name m --port {PODWAY_PORT} --store memory"

@@ -52,6 +52,7 @@ def test_servers_that_do_not_fit_together_are_measured_one_after_the_other(tmp_p
     podway, llama = servers
     assert together(servers, 38 * GIB) == [[podway, llama]]
     assert together(servers, 20 * GIB) == [[podway], [llama]]
+    assert together([podway, llama, podway], 40 * GIB) == [[podway, llama], [podway]]
 
 
 def run(*loads: str) -> dict[str, Any]:
