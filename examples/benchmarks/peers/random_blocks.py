@@ -70,11 +70,17 @@ def _float32(rng: np.random.Generator, blocks: Bytes) -> None:
     blocks[:] = values.view(np.uint8).reshape(-1, 4)
 
 
+def _bfloat16(rng: np.random.Generator, blocks: Bytes) -> None:
+    values = rng.standard_normal(len(blocks), np.float32) * np.float32(DEVIATION)
+    blocks[:] = values.view(np.uint8).reshape(-1, 4)[:, 2:]
+
+
 WRITERS: Mapping[Kind, Callable[[np.random.Generator, Bytes], None]] = {
     Kind.Q4_0: _one_scale(16),
     Kind.Q8_0: _one_scale(256),
     Kind.Q4_K: _q4_k,
     Kind.Q6_K: _q6_k,
     Kind.MXFP4: _mxfp4,
+    Kind.BF16: _bfloat16,
     Kind.F32: _float32,
 }

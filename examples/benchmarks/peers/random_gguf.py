@@ -2,9 +2,9 @@
 
     python -m examples.benchmarks.peers.random_gguf SHAPE FORMAT PATH
 
-FORMAT is q4_0, q4_k_m, q8_0 or mxfp4; its types of tensors are those that llama-quantize chooses,
-in mxfp4 those of gpt-oss: its experts in 4 bits, all else in 8. One tensor is in memory at a time.
-The vocabulary has bytes, and pairs and triples of letters and digits. RoPE is not scaled.
+FORMAT is q4_0, q4_k_m, q8_0, bf16 or mxfp4; its types of tensors are those that llama-quantize
+chooses, in mxfp4 those of gpt-oss: its experts in 4 bits, all else in 8. One tensor is in memory at
+a time. The vocabulary has bytes, and pairs and triples of letters and digits. RoPE is not scaled.
 """
 
 import argparse
@@ -50,7 +50,13 @@ KEYS = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
-FORMATS = {"q4_0": Kind.Q4_0, "q4_k_m": Kind.Q4_K, "q8_0": Kind.Q8_0, "mxfp4": Kind.MXFP4}
+FORMATS = {
+    "q4_0": Kind.Q4_0,
+    "q4_k_m": Kind.Q4_K,
+    "q8_0": Kind.Q8_0,
+    "bf16": Kind.BF16,
+    "mxfp4": Kind.MXFP4,
+}
 SPECIAL = ("<|start|>", "<|end|>")
 IMAGE_CHAT = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
@@ -213,7 +219,7 @@ def kind_of(tensor: Tensor, config: Config, format: str) -> Kind:
     if base is Kind.MXFP4:
         return base if tensor.experts else Kind.Q8_0
     output = "token_embd" if config["tie_word_embeddings"] else "output"
-    if base is Kind.Q8_0:
+    if base in (Kind.Q8_0, Kind.BF16):
         return base
     if tensor.name == output:
         return Kind.Q6_K
