@@ -195,6 +195,8 @@ def load(flags: Mapping[str, object]) -> Settings:
     config = (in_environment | in_flags).get("config")
     given = {name: each for path in _files(config) for name, each in _read(path).items()}
     tables, above = tables_of(given, known), in_environment | in_flags
+    for name in given.keys() & above.keys() & known.keys():
+        _parsed(known[name], given[name])  # a wrong value is an error also where a flag replaces it
     models = above.pop("model", Given(()))
     names = _names(models.value)
     chosen = chosen_models(tables, given, names)
@@ -265,7 +267,7 @@ def _read(path: Path) -> dict[str, Given]:
     except tomllib.TOMLDecodeError as error:
         raise StartupError(f"the settings file {path} is not TOML: {error}") from None
     return {
-        key.replace("-", "_"): Given(value, f"{path}{_line_of(key, text)}")
+        key.replace("-", "_"): Given(value, f"{path}{'' if key == TABLES else _line_of(key, text)}")
         for key, value in table.items()
     }
 

@@ -6,6 +6,7 @@ OpenAPI document are made from these rows.
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum, auto
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
@@ -41,6 +42,7 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 TEXT = "text/plain"
 HTML = "text/html"
+MAX_TYPED = 60  # characters of a path that is compared with the routes
 BACKGROUND = b'"background"'  # a body with this may be that of a held stream
 
 
@@ -190,9 +192,11 @@ class RouteTable:
 
     def instead_of(self, method: str, path: str) -> str | None:
         """The path of a route that a client whose base URL has `/v1` twice, or not, or a slash too
-        many has probably meant by one that no route has."""
+        many, or who mistyped it, has probably meant by one that no route has."""
         single = "/" + path.strip("/")
-        tries = (single, f"/v1{single}", single.removeprefix("/v1"))
+        tries = [single, f"/v1{single}", single.removeprefix("/v1")]
+        if len(path) <= MAX_TYPED:
+            tries += get_close_matches(single, self._by_path, n=1, cutoff=0.85)
         return next((each for each in tries if self.find(method, each)), None)
 
     def dialect_of(self, path: str) -> ApiDialect:

@@ -169,6 +169,14 @@ def test_an_invalid_value_names_the_variable_or_file_that_it_is_from(
     assert startup_error() == (
         "--port must be a whole number from 0 to 65535, not True (from podway.toml, line 1)"
     )
+    wrong = "must be a whole number from 0 to 65535, not True (from podway.toml, line 1)"
+    assert startup_error(port="8000") == f"--port {wrong}", "also where a flag replaces it"
+    (bare / "podway.toml").write_text("[model]\npath = 'm'")
+    assert startup_error(model=["other"]).endswith("not {'path': 'm'} (from podway.toml, line 1)")
+    tables = "[models.a]\nmodel = 'a'\n[models.b]\nmodel = 'b'\nblock_size = 'big'"
+    (bare / "podway.toml").write_text(tables)
+    assert startup_error().endswith("not 'big' (from [models.b] in podway.toml)")
+    (bare / "podway.toml").unlink()
     monkeypatch.setenv("PODWAY_PORT", "tcp://10.0.0.1:80")
     assert startup_error(block_size="16").endswith("not 'tcp://10.0.0.1:80' (from PODWAY_PORT)")
 

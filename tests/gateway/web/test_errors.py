@@ -261,17 +261,20 @@ async def test_an_unknown_path_or_method_is_a_json_error(
         ("//v1/messages", "/v1/messages"),
         ("/v1/tokenize", "/tokenize"),
         ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/mesages", "/v1/messages"),
     ],
 )
-def test_the_error_of_a_wrong_base_url_names_the_path_that_is_meant(path: str, meant: str) -> None:
+def test_the_error_of_a_wrong_path_names_the_one_that_is_meant(path: str, meant: str) -> None:
     answer = answer_to(path, {})
     assert answer.status == 404
     assert answer.json["error"]["message"] == f"No endpoint at {path}. Did you mean {meant}?"
 
 
 def test_the_error_of_any_other_path_names_none() -> None:
-    answer = answer_to("/v1/images/generations", {})
-    assert answer.json["error"]["message"] == "No endpoint at /v1/images/generations."
+    for path in ("/v1/images/generations", "/v1/chat/completion" + "s" * 60):
+        answer = answer_to(path, {})
+        assert answer.json["error"]["message"] == f"No endpoint at {path}."
 
 
 @pytest.mark.parametrize(("path", "ask"), [(CHAT, chat()), (TEXT, text())])
