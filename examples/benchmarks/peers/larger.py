@@ -2,7 +2,7 @@
 of long prompts, PSS.
 
     python -m examples.benchmarks.peers.larger PEERS [--models NAME ...] [--formats NAME ...]
-        [--loads NAME ...] [--rounds 3] [--add] [--list] [--out DIR]
+        [--loads NAME ...] [--programs NAME ...] [--rounds 3] [--add] [--list] [--out DIR]
 
 PEERS holds what the other servers need: gguf/MODEL-FORMAT.gguf, the same model in OpenVINO's form
 in ov/MODEL-FORMAT and as a checkpoint for vLLM in vllm/MODEL-FORMAT, and the scripts run_llama.sh,
@@ -37,6 +37,7 @@ CONTEXT = 16_384 + 512
 MAX_STREAMS = 16
 KV_BYTES = 3 << 30  # for 16 streams, or one prompt of 16,384 tokens, of the largest model
 PODWAY_PORT, LLAMA_PORT, VLLM_PORT, OPENVINO_PORT = 8105, 8103, 8104, 8106
+PROGRAMS = ("Podway", "llama-server", "OpenVINO", "vLLM")
 
 
 class Format(NamedTuple):
@@ -80,6 +81,7 @@ def main() -> None:
     servers, missing = plan(chosen, options.peers, psutil.virtual_memory().available)
     if options.formats:
         servers = [each for each in servers if each.group.split(", ")[1] in options.formats]
+    servers = [each for each in servers if each.name.split()[0] in options.programs]
     for line in missing:
         print(f"left out: {line}", file=sys.stderr)
     if options.list:
@@ -111,6 +113,7 @@ def parse() -> argparse.Namespace:
     formats = sorted({format.gguf for model in MODELS for format in model.formats})
     parser.add_argument("--formats", nargs="+", choices=formats, default=[])
     parser.add_argument("--loads", nargs="+", choices=[each.name for each in LOADS], default=[])
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--add", action="store_true", help="keep the rounds that DIR has")
     parser.add_argument("--list", action="store_true", help="start nothing")
@@ -205,7 +208,7 @@ def plan(models: list[Model], peers: Path, available_bytes: int) -> tuple[list[S
                 continue
             found = list(_servers(model, format, peers))
             servers += found
-            for program in ("Podway", "llama-server", "OpenVINO", "vLLM"):
+            for program in PROGRAMS:
                 if not any(each.name.startswith(program) for each in found):
                     missing.append(f"{name}: {program} has no such model")
     return servers, missing
