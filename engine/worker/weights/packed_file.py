@@ -24,8 +24,8 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -291,8 +291,9 @@ class NewFile(PackedFile):
         """Complete the file, wait until it is on the disk, then give it its name."""
         try:
             if self._is_in_memory:
-                for start, mapping in self._mappings.values():
-                    write_all(file, mapping, start)
+                with beside_the_page_cache(temporary, file) as direct:
+                    for start, mapping in self._mappings.values():
+                        write_all(direct, mapping, start)
             write_all(file, self._header(), self.num_bytes)
             os.fsync(file)
             os.replace(temporary, path)
@@ -344,6 +345,25 @@ def resident_tensors(
     return [
         tensor for each in entries if fits or not each.is_sparse for tensor in each.tensors.values()
     ]
+
+
+@contextmanager
+def beside_the_page_cache(path: str, file: int) -> Iterator[int]:
+    """A descriptor of an open file whose writes, of whole pages, go from memory to the disk; the
+    file's own where the system has none.
+
+    Copies of the weights in the page cache would take a core's time from requests, and memory from
+    other files.
+    """
+    try:
+        direct = os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
+    except OSError:  # a file system in memory
+        yield file
+        return
+    try:
+        yield direct
+    finally:
+        os.close(direct)
 
 
 def write_all(file: int, content: bytes | mmap.mmap, offset: int) -> None:
