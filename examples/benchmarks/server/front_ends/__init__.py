@@ -1,0 +1,1 @@
+"""The HTTP front ends of several servers over an engine that computes nothing."""
