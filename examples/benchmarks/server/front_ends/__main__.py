@@ -37,7 +37,7 @@ from examples.benchmarks.server.front_ends.pace import PID_FILE, RATE, TOKEN
 HERE = "examples.benchmarks.server.front_ends"
 START_SECONDS = 180
 STOP_SECONDS = 20
-REST_SECONDS = 2  # for the server, after a client has left
+REST_SECONDS = 1  # for the server, after a client has left
 NO_NETWORK = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
@@ -117,7 +117,7 @@ def running(server: Server, options: argparse.Namespace) -> Iterator[tuple[int, 
                 env={**os.environ, **NO_NETWORK, **server.env, **pace, "PYTHONPATH": os.getcwd()},
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,  # Ctrl-C is for this process alone
             )
         tree = [psutil.Process(process.pid)]
         try:
@@ -171,15 +171,17 @@ def of_server(pid: int, engine: int) -> tuple[float, float]:
 def measure(server: str, pids: tuple[int, int], streams: int, options: argparse.Namespace) -> Row:
     """One client, from its first stream to its last."""
     command = [sys.executable, "-m", f"{HERE}.client", str(options.port), str(streams)]
-    with subprocess.Popen(
-        [*command, str(options.seconds)], stdout=subprocess.PIPE, text=True
-    ) as run:
+    command.append(str(options.seconds))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
-        assert run.stdout.readline() == "begin\n", "the client failed"
-        before, began = of_server(*pids), time.perf_counter()
-        assert run.stdout.readline() == "end\n", "the client failed"
-        after, wall = of_server(*pids), time.perf_counter() - began
-        found = json.loads(run.stdout.readline())
+        try:
+            assert run.stdout.readline() == "begin\n", "the client failed"
+            before, began = of_server(*pids), time.perf_counter()
+            assert run.stdout.readline() == "end\n", "the client failed"
+            after, wall = of_server(*pids), time.perf_counter() - began
+            found = json.loads(run.stdout.readline())
+        finally:
+            run.kill()
     tokens = found["tokens_per_second"] * wall
     front_end, engine = (
         1e6 * (end - begin) / tokens for begin, end in zip(before, after, strict=True)
@@ -231,11 +233,11 @@ def main(options: argparse.Namespace) -> None:
                 rows.append(measure(server.name, pids, streams, options))
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
                 time.sleep(REST_SECONDS)
+        if options.json:  # after each server: a later one may not start
+            found = {name: getattr(options, name) for name in ("rate", "seconds", "rounds")}
+            found |= {"load_average": os.getloadavg(), "rows": list(map(asdict, rows))}
+            Path(options.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(table(means(rows)))
-    if options.json:
-        found = {name: getattr(options, name) for name in ("rate", "seconds", "rounds")}
-        found |= {"load_average": os.getloadavg(), "rows": list(map(asdict, rows))}
-        Path(options.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
