@@ -51,6 +51,7 @@ def variants() -> Iterator[Variant]:
     yield from _rope()
     yield from _rows()
     yield from _products()
+    yield from _four_bit()
     for top_k, top_p in ((False, False), (True, True)):
         types = {"logits": "*fp32", "weights": "*fp32", "sampled": "*i64", "top_ks": "*i64"}
         types |= dict.fromkeys(("temperatures", "min_ps"), "*fp32")
@@ -116,6 +117,37 @@ def _products() -> Iterator[Variant]:
         constants = {"SPLITS": 4, "BLOCK": gemm.REDUCED}
         name = f"add parts {dtype}"
         yield Variant("gemm", "reduce_kernel", name, types, constants | has, {"num_warps": 4})
+
+
+def _four_bit() -> Iterator[Variant]:
+    """Weights of AWQ (groups of 128 with offsets), of int4 (32) and of MXFP4 (32, other codes)."""
+    module, found = import_module(f"{PACKAGE}.four_bit"), import_module(f"{PACKAGE}.tiling")
+    has = {"HAS_BIAS": False, "HAS_ADDED": True, "CHUNK": module.CHUNK}
+    for name, group, is_e2m1 in (("awq", 128, False), ("int4", 32, False), ("mxfp4", 32, True)):
+        types = {"x": "*bf16", "words": "*i32", "offsets": "*fp16", "bias": "*bf16", "out": "*bf16"}
+        types |= {"scales": "*u8" if is_e2m1 else "*fp16", "parts": "*fp32", "blocks": "*i32"}
+        weight = {"GROUP": group, "IS_E2M1": is_e2m1, "HAS_OFFSETS": name == "awq"}
+        for tiling, blocks in (
+            (found.WIDE_4_BIT, False),
+            (found.MANY_ROWS_4_BIT, False),
+            (found.FEW_ROWS_4_BIT, True),
+            (found.FIXED_4_BIT, True),
+        ):
+            constants = {
+                "BLOCK_M": tiling.block_m,
+                "BLOCK_N": tiling.block_n,
+                "SPLITS": tiling.splits,
+                "HAS_BLOCKS": blocks,
+            }
+            options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+            kind = f"{name}{' experts' * blocks} {tiling}"
+            constants |= has | weight
+            yield Variant(
+                "four_bit", "product_kernel", f"product {kind}", types, constants, options
+            )
+        constants = {"BLOCK_N": module.UNPACKED_OUTPUTS, "CHUNK": module.CHUNK} | weight
+        options = {"num_warps": 4}
+        yield Variant("four_bit", "unpack_kernel", f"unpack {name}", types, constants, options)
 
 
 def compiled(variant: Variant, capability: int) -> Compiled:

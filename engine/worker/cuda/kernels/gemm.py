@@ -30,7 +30,7 @@ class Epilogue(NamedTuple):
 
 
 @triton.jit
-def _finished(
+def finished(
     sums,
     row,
     column,
@@ -119,7 +119,7 @@ def product_kernel(
         sums = _added(sums, block * BLOCK_K, x_at, weight_at, row_mask, is_column, K, BLOCK_K, kind)
     row, column = rows.to(tl.int64)[:, None], columns[None, :]
     if SPLITS == 1:
-        found = _finished(
+        found = finished(
             sums,
             row,
             column,
@@ -162,7 +162,7 @@ def reduce_kernel(
     sums = tl.load(parts + row * N + column, mask=mask, other=0)
     for split in range(1, SPLITS):
         sums += tl.load(parts + (split * M + row) * N + column, mask=mask, other=0)
-    found = _finished(
+    found = finished(
         sums,
         row,
         column,
@@ -227,16 +227,25 @@ def product(
         **has,
     )
     if tiling.splits > 1:
-        reduce_kernel[(rows, triton.cdiv(outputs, REDUCED))](
-            parts,
-            out,
-            *extras,
-            rows,
-            outputs,
-            out.stride(0),
-            SPLITS=tiling.splits,
-            BLOCK=REDUCED,
-            num_warps=4,
-            **has,
-        )
+        add_parts(parts, out, epilogue)
     return out
+
+
+def add_parts(parts: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    """Add the parts `[splits, rows, outputs]` of a product and finish the outputs."""
+    splits, rows, outputs = parts.shape
+    x_scales, weight_scales, bias, add_to = epilogue
+    reduce_kernel[(rows, triton.cdiv(outputs, REDUCED))](
+        parts,
+        out,
+        *[out if each is None else each for each in (x_scales, weight_scales, bias)],
+        rows,
+        outputs,
+        out.stride(0),
+        SPLITS=splits,
+        BLOCK=REDUCED,
+        HAS_SCALES=x_scales is not None,
+        HAS_BIAS=bias is not None,
+        HAS_ADDED=add_to is not None,
+        num_warps=4,
+    )

@@ -19,8 +19,23 @@ from torch import Tensor
 from engine.errors import KernelFaulted
 from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials, file_of
 from engine.worker.cuda.kernels import reference
-from engine.worker.cuda.kernels.reference import FP8, CacheRows, QuantizedRows
-from engine.worker.cuda.kernels.tiling import FIXED, MANY_ROWS_8_BIT, NARROW_8_BIT, WIDE
+from engine.worker.cuda.kernels.reference import (
+    CHUNK,
+    FP8,
+    CacheRows,
+    FourBitWeight,
+    QuantizedRows,
+    RowBlocks,
+)
+from engine.worker.cuda.kernels.tiling import (
+    FEW_ROWS_4_BIT,
+    FIXED,
+    FIXED_4_BIT,
+    MANY_ROWS_8_BIT,
+    NARROW_4_BIT,
+    NARROW_8_BIT,
+    WIDE,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +55,7 @@ class TritonKernels:
     quantization: ModuleType | None = None
     sampling: ModuleType | None = None
     gemm: ModuleType | None = None
+    four_bit: ModuleType | None = None
 
 
 NO_KERNELS = TritonKernels()
@@ -118,12 +134,34 @@ class Trial:
             epilogue = module.Epilogue(add_to=add_to.clone())
             check("product", module.product(left, right, tiling, self.dtype, epilogue), wanted)
 
+    def four_bit(self, module: ModuleType) -> None:
+        """Weights of integers with offsets and of MXFP4: unpacked, and their products, also of rows
+        of the second of two experts."""
+        codes = torch.arange(48 * CHUNK, device=self.place).remainder(251).remainder(16)
+        words = reference.pack(codes.view(48, CHUNK)).contiguous()
+        numbers = self.noise(4, 48).to(torch.float16)
+        exponents = torch.full((4, 48), 126, dtype=torch.uint8, device=self.place)
+        table = torch.tensor([[1, 0, 5]], dtype=torch.int32, device=self.place)
+        x, add_to = self.noise(5, CHUNK, seed=1), self.noise(5, 48, seed=2)
+        for scales, offsets in ((numbers, numbers.flip(0)), (exponents, None)):
+            weight = FourBitWeight(words, scales, offsets, 32, CHUNK)
+            plain = reference.unpack(weight, slice(0, 48), self.dtype)
+            check("4-bit weight", module.unpack(weight, slice(0, 48), self.dtype), plain)
+            wanted = reference.product(x, plain, self.dtype, add_to=add_to)
+            for tiling in (FIXED_4_BIT, NARROW_4_BIT):
+                after = module.Epilogue(add_to=add_to.clone())
+                check("4-bit product", module.product(x, weight, tiling, after), wanted)
+            blocks = RowBlocks(table, num_experts=2)
+            found = module.product(x, weight, FEW_ROWS_4_BIT, module.Epilogue(), blocks)
+            check("4-bit experts", found, reference.product(x, plain[24:], self.dtype))
+
 
 TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "rope_and_cache_write": ("rope_and_cache_write", Trial.rope_and_cache_write),
     "quantization": ("rows", Trial.quantization),
     "sampling": ("sampling", Trial.sampling),
     "gemm": ("gemm", Trial.gemm),
+    "four_bit": ("four_bit", Trial.four_bit),
 }
 
 

@@ -15,6 +15,8 @@ from engine.worker.model.torch_operators import ACTIVATIONS
 FP8 = torch.float8_e4m3fn
 # The largest value of each 8-bit dtype; larger ones are clamped
 LARGEST = {torch.int8: 127.0, FP8: 448.0}
+CHUNK = 128  # inputs whose 4-bit codes lie together
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # numbers of MXFP4 without their sign, by code
 
 
 class QuantizedRows(NamedTuple):
@@ -22,6 +24,41 @@ class QuantizedRows(NamedTuple):
 
     values: Tensor  # int8 or fp8 [rows, width]
     scales: Tensor  # float32 [rows, 1]
+
+
+class FourBitWeight(NamedTuple):
+    """A matrix `[out, in]` of 4-bit codes, `scale * number + offset` in each group of inputs.
+
+    A code of integers stands for the number code - 8; one of MXFP4, whose scales are exponents,
+    for ±`E2M1`. In a chunk of an output, word j has the codes of inputs 2j and 2j + 1 of the first
+    32 in the lowest bits of its halves, then those of the next 32, and so on. Inputs are padded to
+    whole chunks.
+    """
+
+    words: Tensor  # int32 [in / CHUNK, out, CHUNK / 8]
+    scales: Tensor  # float16 [in / group, out]; uint8 of MXFP4, for 2 ** (scale - 127)
+    offsets: Tensor | None  # float16, as the scales
+    group: int  # inputs: 32, 64 or 128
+    inputs: int
+
+    @property
+    def outputs(self) -> int:
+        return self.words.shape[1]
+
+    @property
+    def is_e2m1(self) -> bool:
+        return self.scales.dtype == torch.uint8
+
+
+class RowBlocks(NamedTuple):
+    """Rows sorted by expert, in blocks of one expert each.
+
+    A block has the number of its expert, its first row, and the end of all rows of this expert,
+    which is not beyond the first row if the block has no rows.
+    """
+
+    table: Tensor  # int32 [blocks, 3]
+    num_experts: int
 
 
 class CacheRows(NamedTuple):
@@ -109,6 +146,32 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None].float(), sin[:, None].float()
     pairs = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((*pairs, rest), dim=-1).to(heads.dtype)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """The words of codes, uint8 `[out, in]` with whole chunks of inputs."""
+    places = codes.to(torch.int32).view(len(codes), -1, 4, CHUNK // 8, 2) << _shifts(codes)
+    return places.sum(dim=(2, 4), dtype=torch.int32).transpose(0, 1)
+
+
+def unpack(weight: FourBitWeight, outputs: slice, dtype: torch.dtype) -> Tensor:
+    """Some outputs of a weight, `[outputs, inputs]`; rounded once."""
+    words = weight.words[:, outputs].transpose(0, 1)[:, :, None, :, None]
+    codes = ((words >> _shifts(words)) & 15).flatten(2)
+    numbers, scales = codes.float() - 8, weight.scales[:, outputs].t().float()
+    if weight.is_e2m1:
+        table = torch.tensor([*E2M1, *(-each for each in E2M1)], device=words.device)
+        numbers, scales = table[codes.long()], torch.exp2(scales - 127)
+    found = numbers.reshape(len(codes), -1, weight.group) * scales[:, :, None]
+    if weight.offsets is not None:
+        found += weight.offsets[:, outputs].t().float()[:, :, None]
+    return found.flatten(1)[:, : weight.inputs].to(dtype)
+
+
+def _shifts(beside: Tensor) -> Tensor:
+    """The place of each code of a chunk in its word, `[4, 1, 2]`."""
+    places, halves = (torch.arange(count, device=beside.device) for count in (4, 2))
+    return (4 * places[:, None, None] + 16 * halves).to(torch.int32)
 
 
 def product(

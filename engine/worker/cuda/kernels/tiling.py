@@ -3,7 +3,9 @@
 A decode step is as fast as its weights are read. Up to 16 rows our kernel reads wide weights and
 those of 8 bits fastest, and up to 64 rows those of 8 bits, whose scales it applies as well:
 measured on an H200 for the shapes in examples/benchmarks/results/gpu/h200/gemm.json. Where torch is
-within a few percent, it is used.
+within a few percent, it is used. The tilings of 4-bit weights follow from their compiled kernels,
+and are not measured: wide tiles take the fewest instructions per weight, and with twice the splits
+of 8 bits each multiprocessor has several blocks.
 """
 
 from dataclasses import astuple, dataclass
@@ -34,6 +36,11 @@ FIXED = Tiling(64, 128, 64, 1, 4, 4)  # every product's in batch-invariant mode
 WIDE = Tiling(16, 64, 128, 1, 4, 4)
 NARROW_8_BIT = Tiling(16, 64, 128, 4, 4, 4)
 MANY_ROWS_8_BIT = Tiling(64, 64, 128, 2, 4, 4)
+FIXED_4_BIT = Tiling(64, 64, 128, 1, 4, 3)  # every product's in batch-invariant mode; experts'
+FEW_ROWS_4_BIT = Tiling(16, 128, 128, 1, 4, 4)  # experts'
+WIDE_4_BIT = Tiling(16, 128, 128, 2, 4, 4)
+NARROW_4_BIT = Tiling(16, 128, 128, 8, 4, 4)
+MANY_ROWS_4_BIT = Tiling(64, 64, 128, 4, 4, 3)
 MIN_WIDE = 16384  # outputs from which on there are enough blocks without splits
 
 
@@ -44,3 +51,15 @@ def tiling_of(rows: int, weight: Tensor) -> Tiling | None:
         narrow = NARROW_8_BIT if is_8_bit else None
         return WIDE if len(weight) >= MIN_WIDE else narrow
     return MANY_ROWS_8_BIT if is_8_bit and rows <= MANY_ROWS_8_BIT.block_m else None
+
+
+def four_bit_tiling(rows: int, outputs: int) -> Tiling | None:
+    """The tiling of a product of so many rows with a 4-bit weight; None: it is unpacked."""
+    if rows <= WIDE_4_BIT.block_m:
+        return WIDE_4_BIT if outputs >= MIN_WIDE else NARROW_4_BIT
+    return MANY_ROWS_4_BIT if rows <= MANY_ROWS_4_BIT.block_m else None
+
+
+def expert_tiling(rows: int, experts: int) -> Tiling:
+    """The tiling of products of so many rows with 4-bit weights of experts that share them."""
+    return FEW_ROWS_4_BIT if rows <= FEW_ROWS_4_BIT.block_m * experts else FIXED_4_BIT

@@ -11,6 +11,7 @@ import pytest
 from tests.examples.running import ROOT
 
 MAX_REGISTERS = 168  # of a thread: three thread blocks of 128 threads on a multiprocessor
+MOST_OF_64_ROWS = 255  # two; products of 64 rows and groups of 32 are bound by arithmetic
 
 
 @pytest.mark.process
@@ -35,9 +36,12 @@ def test_all_kernels_compile_for_hopper_without_spilling_registers(
     found = {each["name"]: each for each in json.loads(path.read_text())}
     kernels = {name.split()[0] for name in found}
     assert kernels == {
-        "rope_and_cache_write", "norm", "silu", "quantize", "product", "add", "sample"
+        "rope_and_cache_write", "norm", "silu", "quantize", "product", "add", "unpack", "sample"
     }  # fmt: skip
     for each in found.values():
         assert each["stack_bytes"] == 0, each
-        assert each["registers"] <= MAX_REGISTERS, each
+        is_of_64_rows = (
+            each["name"].startswith(("product int4", "product mxfp4")) and " 64x" in each["name"]
+        )
+        assert each["registers"] <= (MOST_OF_64_ROWS if is_of_64_rows else MAX_REGISTERS), each
         assert each["shared_bytes"] <= 227 << 10, each

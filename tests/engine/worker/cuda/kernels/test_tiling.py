@@ -6,10 +6,16 @@ import torch
 
 from engine.worker.cuda.kernels.tiling import (
     FIXED,
+    FIXED_4_BIT,
+    MANY_ROWS_4_BIT,
     MANY_ROWS_8_BIT,
+    NARROW_4_BIT,
     NARROW_8_BIT,
     WIDE,
+    WIDE_4_BIT,
     Tiling,
+    expert_tiling,
+    four_bit_tiling,
     tiling_of,
 )
 from engine.worker.cuda.model.linears import FastProducts
@@ -37,6 +43,15 @@ def test_few_rows_of_wide_and_of_8_bit_weights_are_our_kernels(
     rows: int, outputs: int, dtype: torch.dtype, wanted: Tiling | None
 ) -> None:
     assert tiling_of(rows, weight(outputs, 4096, dtype)) == wanted
+
+
+def test_few_rows_of_4_bit_weights_are_our_kernel_and_more_are_unpacked() -> None:
+    assert four_bit_tiling(16, 28672) == WIDE_4_BIT
+    assert four_bit_tiling(1, 4096) == NARROW_4_BIT
+    assert four_bit_tiling(17, 28672) == four_bit_tiling(64, 4096) == MANY_ROWS_4_BIT
+    assert four_bit_tiling(65, 4096) is None
+    assert expert_tiling(512, 32).block_m == 16
+    assert expert_tiling(513, 32) == FIXED_4_BIT
 
 
 def test_the_choice_is_what_was_measured_for_most_shapes() -> None:
