@@ -80,8 +80,7 @@ class Kernels:
     weights: str = setting(
         "auto",
         "model",
-        "format of the linear layers' weights; auto: as --dtype; int4: only on CPUs; "
-        "fp8: only on Hopper GPUs",
+        "format of the linear layers' weights; auto: as --dtype; fp8: only on Hopper GPUs",
         choices=("auto", "float32", "int8", "int4", "fp8"),
     )
     activation_bits: str = "auto"

@@ -57,6 +57,7 @@ def on_gpu(device: str) -> dict[str, Peak]:
     limits = {"read": _gpu_copy(place)}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         limits[str(dtype).removeprefix("torch.")] = _gpu_product(dtype, place)
+    limits["int4"] = limits["bfloat16"]  # what codes of 4 bits are multiplied as
     return limits | _eight_bits_on_gpu(place)
 
 

@@ -361,7 +361,6 @@ FEATURES: Mapping[str, Callable[[Bench], None]] = {
 # What a device rejects, with the beginning of its error.
 REJECTED = {
     ("weights in fp8", "cpu"): "--weights 'fp8' is not supported on cpu",
-    ("weights in int4", "cuda"): "--weights 'int4' is not supported on cuda",
 }
 DEVICES = ("cpu", "cuda")
 

@@ -10,14 +10,14 @@ import torch
 from engine.errors import StartupError
 from engine.transport.process_memory import available_bytes
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
-from engine.worker.cuda.formats import kv_format, weight_format
+from engine.worker.cuda.formats import kv_format, reported, weight_format
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, load
 from engine.worker.cuda.memory import GpuMemory, check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
 from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels
 from engine.worker.cuda.model.linears import FastProducts
-from engine.worker.cuda.model.operators import STORED, CudaOperators
+from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.cuda.model.weight_staging import OnDevice
 from engine.worker.cuda.requirements import has_cached_kernels, missing
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
@@ -105,8 +105,8 @@ class CudaDevice:
                 f"activation_bits {settings.kernels.activation_bits!r} is not supported on cuda; "
                 "known: auto, 8"
             )
-        stored = None if preferred is None else preferred.format
-        weights = stored if stored is not None and self._format == STORED else self._format
+        self._others = "" if preferred is None else preferred.format or ""
+        weights = reported(self._format, dtype, preferred)
         # Weights are converted on the GPU, not by `source`.
         self.formats = Formats(dtype, kv_format(settings.kv.kv_cache_dtype, dtype), weights)
         self._settings = settings
@@ -153,9 +153,12 @@ class CudaDevice:
 
     def operators(self) -> Operators:
         """Operators that place weights on the GPU in the configured weight format."""
-        kernels = self._triton.sampling
+        triton = self._triton
         fast = FastProducts(
-            self._triton.quantization, self._triton.gemm, self._settings.kernels.batch_invariant
+            triton.quantization,
+            triton.gemm,
+            triton.four_bit,
+            self._settings.kernels.batch_invariant,
         )
         self._operators = CudaOperators(
             self._gpu.place,
@@ -163,7 +166,8 @@ class CudaDevice:
             self._format,
             self._kernels,
             fast,
-            DeviceSampling(self._gpu.put, kernels.sample) if kernels else None,
+            DeviceSampling(self._gpu.put, triton.sampling.sample) if triton.sampling else None,
+            self._others,
         )
         return self._operators
 

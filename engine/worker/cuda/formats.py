@@ -5,6 +5,7 @@ import torch
 from engine.errors import StartupError
 from engine.worker.cuda.gpu import Gpu
 from engine.worker.cuda.kernels.reference import FP8
+from engine.worker.cuda.model.four_bit import FORMATS_IN_4_BITS
 from engine.worker.cuda.model.operators import LINEARS, STORED
 from engine.worker.device import choose_dtype
 from engine.worker.ports import PreferredFormat, name_of
@@ -17,8 +18,11 @@ def weight_format(
 ) -> str:
     """The weight format of linear layers; raises `StartupError` if this GPU cannot compute it."""
     own = name_of(dtype)
-    if asked == "auto" and preferred is not None and preferred.format is not None:
-        return STORED if preferred.stored == (preferred.format,) else preferred.format
+    if asked == "auto" and preferred is not None:
+        if not FORMATS_IN_4_BITS.isdisjoint(preferred.stored):
+            return STORED
+        if preferred.format is not None:
+            return STORED if preferred.stored == (preferred.format,) else preferred.format
     if asked in ("auto", own):
         return own
     if asked not in LINEARS:
@@ -35,6 +39,15 @@ def weight_format(
     if asked == "fp8" and dtype is not torch.bfloat16:
         raise StartupError(f"--weights 'fp8' needs --dtype bfloat16, not {own}")
     return asked
+
+
+def reported(format: str, dtype: torch.dtype, preferred: PreferredFormat | None) -> str:
+    """The format of linears as reports show it: of stored ones "q4_k+int8"."""
+    if format != STORED or preferred is None:
+        return format
+    others = preferred.format or name_of(dtype)
+    known = {each if each in FORMATS_IN_4_BITS else others for each in preferred.stored}
+    return "+".join(sorted(known, key=lambda name: (name not in FORMATS_IN_4_BITS, name)))
 
 
 def kv_format(asked: str, dtype: torch.dtype) -> torch.dtype:

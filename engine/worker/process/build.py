@@ -36,6 +36,7 @@ from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.logits_output import FollowingReader, OutputReader, ReadsOutput
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker.weights.formats import FORMATS
 from engine.worker_settings import Placement, TierReport, WorkerReport, WorkerSettings
 
 
@@ -76,10 +77,9 @@ def _gathering(shard: Shard, plane: DataPlane | None) -> Callable[[Tensor], Tens
 
 def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -> int:
     """The least memory that the whole model's weights take in the device's format."""
-    if device.formats.linear is not None:
-        return num_parameters * int(device.formats.linear.bits) // 8
-    if device.formats.weights == str(device.formats.dtype).removeprefix("torch."):
-        return num_parameters * device.formats.dtype.itemsize
+    format = device.formats.linear or FORMATS.get(device.formats.weights)
+    if format is not None:
+        return num_parameters * int(format.bits) // 8
     files = checkpoint.files.files if checkpoint.files is not None else ()
     return min(num_parameters, sum(path.stat().st_size for path in files))  # 8 bits or fewer
 

@@ -12,6 +12,8 @@ from engine.errors import StartupError
 from engine.worker.ports import dequantize
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.int4_files import Int4Files
+from tests.engine.worker.cuda.fleet import gpus
+from tests.engine.worker.cuda.standing import StandingGpu, load_stored
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint, make_model
 from tests.models.loras import logits_of
@@ -161,6 +163,20 @@ def test_logits_are_those_of_the_dequantized_model(
     assert (found - expected).abs().max() < 5e-3 * expected.std()
     plain = Driver(load_worker(tmp_path, attention="cpu", weights="float32"))
     assert (plain.logits((0, TOKENS))[0] - expected).abs().max() < 1e-4
+    on_gpu = load_stored(tmp_path, StandingGpu())
+    assert on_gpu.report.weights == layout
+    found = Driver(on_gpu).logits((0, TOKENS))[0]
+    allowed = 2e-3 if layout.startswith("u") else 1e-4  # zero points are rounded to float16
+    assert (found - expected).abs().max() < allowed
+
+
+@pytest.mark.parametrize("group", [64, 128])  # columns of o are half a group of 128
+def test_ranks_on_gpus_split_a_matrix_between_its_groups(tmp_path: Path, group: int) -> None:
+    expected = logits_of(write(tmp_path, "awq", group), TOKENS)
+    with gpus(tmp_path, 1, 2) as (workers, _):
+        assert workers.report.weights == f"uint4_{group}"
+        found = Driver(workers).logits((0, TOKENS))[0]
+    assert (found - expected).abs().max() < 2e-3
 
 
 @pytest.mark.parametrize("kind", ["pack-quantized", "gptq", "awq"])

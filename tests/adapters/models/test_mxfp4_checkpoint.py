@@ -12,6 +12,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from engine.errors import StartupError
 from engine.worker.weights.expert_files import ExpertFiles
 from engine.worker.weights.formats.mxfp4 import EXPONENTS, mxfp4_weight
+from tests.engine.worker.cuda.fleet import gpus
+from tests.engine.worker.cuda.standing import StandingGpu, load_stored
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.engine.worker.process.fleet import fleet
 from tests.models.checkpoints import make_model
@@ -80,11 +82,22 @@ def test_logits_are_those_of_transformers(
     assert worker.report.weights.startswith("mxfp4") == is_as_stored
 
 
+def test_a_gpu_computes_experts_as_stored(checkpoint: tuple[Path, Any]) -> None:
+    directory, model = checkpoint
+    worker = load_stored(directory, StandingGpu())
+    assert worker.report.weights == "mxfp4"
+    found = Driver(worker).logits((0, TOKENS))[0]
+    assert (found - logits_of(model, TOKENS)).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("ranks", [2, 4])  # with 4, columns of down are half a group
 def test_ranks_split_the_columns_of_experts(checkpoint: tuple[Path, Any], ranks: int) -> None:
     directory, model = checkpoint
     with fleet(directory, 1, ranks, attention="reference") as workers:
         found = Driver(workers).logits((0, TOKENS))[0]
+    assert (found - logits_of(model, TOKENS)).abs().max() < 1e-4
+    with gpus(directory, 1, ranks) as (on_gpus, _):
+        found = Driver(on_gpus).logits((0, TOKENS))[0]
     assert (found - logits_of(model, TOKENS)).abs().max() < 1e-4
 
 

@@ -5,14 +5,18 @@ Both have shapes that do not depend on which experts are chosen, so steps can be
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.worker.cuda.model.linears import stacked
+from engine.worker.cuda.kernels.reference import FourBitWeight, RowBlocks
+from engine.worker.cuda.kernels.tiling import Tiling, expert_tiling
 from engine.worker.model.experts import route
-from engine.worker.ports import ExpertWeights, Linear, Routing, loaded, name_of
+from engine.worker.ports import Linear, Routing, name_of
 
 GROUPED_CAPABILITY = (9, 0)  # torch's grouped products do not wait for the host from here on
 ALIGNMENT = 8  # grouped products need sizes that are multiples of it
@@ -57,51 +61,81 @@ class MaskedExperts:
         return total.to(x.dtype) if add_to is None else add_to.add_(total)
 
 
+@dataclass(frozen=True)
+class SortedRows:
+    """Which expert each of the rows uses that the products of experts multiply."""
+
+    experts: Tensor  # [rows], ascending
+    ends: Tensor  # int32 [experts], where the rows of each expert end
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """How products with 4-bit weights are divided."""
+        return expert_tiling(len(self.experts), len(self.ends))
+
+    @cached_property
+    def blocks(self) -> RowBlocks:
+        """The rows in blocks of that tiling. Their number is what any choice of experts needs."""
+        size, rows, experts = self.tiling.block_m, len(self.experts), len(self.ends)
+        starts = F.pad(self.ends[:-1], (1, 0))
+        counts = (self.ends - starts + size - 1) // size
+        lasts = counts.cumsum(0)
+        most = min(rows, (rows + min(rows, experts) * (size - 1)) // size)
+        numbers = torch.arange(most, device=lasts.device)
+        own = torch.searchsorted(lasts, numbers, right=True).clamp_(max=experts - 1)
+        first = starts[own] + (numbers - (lasts - counts)[own]) * size
+        return RowBlocks(torch.stack((own, first, self.ends[own]), dim=1).to(torch.int32), experts)
+
+
+class ProductOfExperts(Protocol):
+    """A linear of all experts over rows sorted by expert: `[rows, in] -> [rows, out]`."""
+
+    def __call__(self, x: Tensor, rows: SortedRows) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FloatProduct:
+    """torch's grouped product."""
+
+    weight: Tensor  # [experts, out, in]
+    bias: Tensor | None  # [experts, out]
+
+    def __call__(self, x: Tensor, rows: SortedRows) -> Tensor:
+        y = F.grouped_mm(x, self.weight.transpose(1, 2), offs=rows.ends)
+        return y if self.bias is None else y.add_(self.bias[rows.experts])
+
+
+@dataclass(frozen=True, slots=True)
+class FourBitProduct:
+    """Our kernel's product with weights in 4 bits."""
+
+    weight: FourBitWeight  # outputs of one expert after those of another
+    bias: Tensor | None  # [experts, out]
+    kernels: ModuleType
+
+    def __call__(self, x: Tensor, rows: SortedRows) -> Tensor:
+        after = self.kernels.Epilogue(bias=self.bias)
+        y: Tensor = self.kernels.product(x, self.weight, rows.tiling, after, rows.blocks)
+        return y
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
-    """`Experts` as two grouped products over rows sorted by expert."""
+    """`Experts` as two products over rows sorted by expert."""
 
-    up: Tensor  # gate and up, [experts, 2 * inner, hidden]
-    up_bias: Tensor | None  # [experts, 2 * inner]
-    down: Tensor  # [experts, hidden, inner]
-    down_bias: Tensor | None  # [experts, hidden]
+    up: ProductOfExperts  # gate and up
+    down: ProductOfExperts
     routing: Routing
     activation: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        experts: Sequence[ExpertWeights],
-        routing: Routing,
-        activation: Callable[[Tensor], Tensor],
-        dtype: torch.dtype,
-    ) -> "GroupedExperts":
-        """Copies the weights of all experts into one tensor for each product."""
-        up = [stacked([loaded(each.gate), loaded(each.up)], dtype) for each in experts]
-        up_bias = [each.up_bias for each in experts if each.up_bias is not None]
-        down = [stacked([loaded(each.down)], dtype) for each in experts]
-        down_bias = [each.down_bias for each in experts if each.down_bias is not None]
-        return cls(
-            up=torch.stack(up),
-            up_bias=torch.stack(up_bias) if up_bias else None,
-            down=torch.stack(down),
-            down_bias=torch.stack(down_bias) if down_bias else None,
-            routing=routing,
-            activation=activation,
-        )
 
     def __call__(self, x: Tensor, logits: Tensor, add_to: Tensor | None = None) -> Tensor:
         ids, weights = route(logits, self.routing)
         rows, top_k = ids.shape
         experts, order = ids.flatten().sort(stable=True)
-        numbers = torch.arange(len(self.up), device=x.device)
+        numbers = torch.arange(logits.shape[1], device=x.device)
         ends = torch.searchsorted(experts, numbers, right=True).to(torch.int32)
-        inner = F.grouped_mm(x[order // top_k], self.up.transpose(1, 2), offs=ends)
-        if self.up_bias is not None:
-            inner += self.up_bias[experts]
-        found = F.grouped_mm(self.activation(inner), self.down.transpose(1, 2), offs=ends)
-        if self.down_bias is not None:
-            found += self.down_bias[experts]
+        in_order = SortedRows(experts, ends)
+        found = self.down(self.activation(self.up(x[order // top_k], in_order)), in_order)
         by_row = torch.empty_like(found).index_copy_(0, order, found).view(rows, top_k, -1)
         total = (by_row.float() * weights[:, :, None]).sum(dim=1)
         return total.to(x.dtype) if add_to is None else add_to.add_(total)

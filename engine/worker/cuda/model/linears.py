@@ -26,11 +26,13 @@ FP8_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class FastProducts:
-    """Our Triton kernels for 8-bit rows and products of few rows; without them torch is used.
-    Batch-invariant products have one tiling, so that a row's result does not depend on others."""
+    """Our Triton kernels for 8-bit rows, products of few rows and 4-bit weights; without them torch
+    is used. Batch-invariant products have one tiling, so that a row's result does not depend on
+    others."""
 
     rows: ModuleType | None = None
     gemm: ModuleType | None = None
+    four_bit: ModuleType | None = None
     is_batch_invariant: bool = False
 
     def product(

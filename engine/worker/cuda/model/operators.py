@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.worker.cuda.model.experts import GroupedExperts, MaskedExperts, why_not_grouped
+from engine.worker.cuda.model.experts import (
+    FloatProduct,
+    FourBitProduct,
+    GroupedExperts,
+    MaskedExperts,
+    ProductOfExperts,
+    why_not_grouped,
+)
+from engine.worker.cuda.model.four_bit import HALVES, are_in_4_bits, four_bit_linear, packed
 from engine.worker.cuda.model.kernels import Kernels, fits
 from engine.worker.cuda.model.linears import (
     PLAIN,
@@ -16,6 +24,7 @@ from engine.worker.cuda.model.linears import (
     float_linear,
     fp8_linear,
     int8_linear,
+    stacked,
 )
 from engine.worker.model.torch_operators import TorchLowRank, TorchOperators, TorchSampling
 from engine.worker.ports import (
@@ -28,6 +37,7 @@ from engine.worker.ports import (
     Norm,
     Routing,
     SamplingOperators,
+    Weight,
     common_format,
     loaded,
 )
@@ -35,7 +45,11 @@ from engine.worker.ports import (
 logger = logging.getLogger(__name__)
 
 STORED = "stored"
-LINEARS: dict[str, MakesLinear] = {"int8": int8_linear, "fp8": fp8_linear}
+LINEARS: dict[str, MakesLinear] = {
+    "int8": int8_linear,
+    "int4": four_bit_linear,
+    "fp8": fp8_linear,
+}
 TRIAL_WIDTH = 64  # output width of a gate's first run, which compiles it
 
 
@@ -74,8 +88,9 @@ class FusedGate:
 
 
 class CudaOperators(TorchOperators):
-    """Operators on a GPU. `weights` is a format in `LINEARS`, a dtype, or `STORED`: each
-    linear in the checkpoint's own format.
+    """Operators on a GPU. `weights` is a format in `LINEARS`, a dtype, or `STORED`: each linear in
+    the checkpoint's own format, in 4 bits if all its codes have 4, and in `others` where there is
+    no such linear.
 
     Plain torch is used without `kernels`, and for LayerNorm, float32, and activations or widths for
     which there is no kernel.
@@ -89,10 +104,12 @@ class CudaOperators(TorchOperators):
         kernels: Kernels | None,
         fast: FastProducts = PLAIN,
         sampling: SamplingOperators | None = None,
+        others: str = "",
     ) -> None:
         self._place = place
         self._dtype = dtype
         self._weights = weights
+        self._others = others
         self._kernels = kernels
         self._fast = fast
         self.sampling = sampling or TorchSampling()
@@ -101,21 +118,52 @@ class CudaOperators(TorchOperators):
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
         parts = [loaded(weight) for weight in weights]
-        name = common_format(parts) if self._weights == STORED else self._weights
-        make = LINEARS.get(name or "", float_linear)
+        make = LINEARS.get(self._format_of(parts), float_linear)
         return make(parts, bias, self._dtype, self._fast)
+
+    def _format_of(self, weights: Sequence[Weight]) -> str:
+        """The format in which a linear of these weights is computed."""
+        if self._weights != STORED:
+            return self._weights
+        if are_in_4_bits(weights):
+            return "int4"
+        if any(isinstance(weight, Tensor) for weight in weights):
+            return ""
+        stored = common_format(weights) or ""
+        return stored if stored in LINEARS else self._others
 
     def experts(
         self, experts: Sequence[ExpertWeights], routing: Routing, activation: Activation
     ) -> Experts:
-        """Grouped products where they fit; elsewhere each expert computes all rows."""
-        reason = self._why_not_grouped(loaded(experts[0].down).shape)
-        if not reason:
-            return GroupedExperts.of(experts, routing, activation, self._dtype)
+        """Products over rows sorted by expert where they fit; elsewhere each expert computes all
+        rows."""
+        ups = [weight for each in experts for weight in (loaded(each.gate), loaded(each.up))]
+        downs = [loaded(each.down) for each in experts]
+        up = self._product(ups, [each.up_bias for each in experts])
+        down = self._product(downs, [each.down_bias for each in experts])
+        if not isinstance(up, str) and not isinstance(down, str):
+            return GroupedExperts(up, down, routing, activation)
+        reason = up if isinstance(up, str) else str(down)
         if reason not in self._logged:
             logger.warning("each token is computed by all experts, which is slow: %s", reason)
             self._logged.add(reason)
         return MaskedExperts(self._linears_of(experts), routing, activation)
+
+    def _product(
+        self, weights: Sequence[Weight], biases: Sequence[Tensor | None]
+    ) -> ProductOfExperts | str:
+        """The product with equally many weights of each expert, or why there is none."""
+        given = [bias for bias in biases if bias is not None]
+        bias = torch.stack(given) if given else None
+        if self._format_of(weights) == "int4":
+            kernels = self._fast.four_bit
+            if kernels is None or self._dtype not in HALVES:
+                return "the Triton kernel for 4-bit weights is not used"
+            return FourBitProduct(packed(weights), bias, kernels)
+        if reason := self._why_not_grouped(weights[0].shape):
+            return reason
+        whole = stacked(weights, self._dtype)
+        return FloatProduct(whole.view(len(biases), -1, whole.shape[1]), bias)
 
     def _why_not_grouped(self, sizes: Sequence[int]) -> str:
         if self._fast.is_batch_invariant:

@@ -34,7 +34,7 @@ class Bits(NamedTuple):
     def read(self, blocks: Tensor, count: int) -> Tensor:
         """These bits of `count` numbers of uint8 `[out, blocks, bytes]`."""
         found = blocks[:, :, self.at : self.at + count * self.bits // 8]
-        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8)[:, None]
+        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=blocks.device)[:, None]
         runs: Tensor = found.unflatten(2, (-1, 1, self.run))
         return ((runs >> shifts) & ((1 << self.bits) - 1)).flatten(2)
 

@@ -98,7 +98,7 @@ class GroupedWeight:
         return self.unpack(self.tensors)
 
     def dequantize(self) -> Tensor:
-        whole = torch.empty(self.shape)
+        whole = torch.empty(self.shape, device=next(iter(self.tensors.values())).device)
         step = max(1, ELEMENTS_AT_ONCE // self.inputs)
         for at in range(0, len(whole), step):
             part = self.rows(slice(at, at + step)).groups
@@ -109,17 +109,23 @@ class GroupedWeight:
 def dequantize_groups(groups: Groups, layout: GroupLayout) -> Tensor:
     """The weights in float32, `[out, padded in]`."""
     outputs = len(groups.steps)
-    scales = _times(groups.scales, groups.factors, layout)
+    scales, offsets = scales_and_offsets(groups, layout)
     steps = groups.steps.view(outputs, -1, layout.group)
     if layout.codes:
-        steps = torch.tensor(layout.codes, dtype=torch.uint8)[steps.long()]
+        steps = torch.tensor(layout.codes, dtype=torch.uint8, device=steps.device)[steps.long()]
     steps = steps.to(torch.float32)
     values = (steps - layout.middle).mul_(scales[:, :, None])
-    if groups.minimums is not None:
-        values -= _times(groups.minimums, groups.minimum_factors, layout)[:, :, None]
-    if groups.zeros is not None:
-        values -= (scales * groups.zeros)[:, :, None]
+    if offsets is not None:
+        values += offsets[:, :, None]
     return values.flatten(1)
+
+
+def scales_and_offsets(groups: Groups, layout: GroupLayout) -> tuple[Tensor, Tensor | None]:
+    """Of `scale * (step - middle) + offset`, float32 `[out, groups]`; None: no offsets."""
+    scales = _times(groups.scales, groups.factors, layout)
+    if groups.minimums is not None:
+        return scales, -_times(groups.minimums, groups.minimum_factors, layout)
+    return scales, None if groups.zeros is None else -scales * groups.zeros
 
 
 def _times(of_blocks: Tensor, of_groups: Tensor | None, layout: GroupLayout) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from engine.worker.cuda.device import CudaDevice
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels
 from engine.worker.process.worker import Worker
+from engine.worker.weights.checkpoint import Checkpoint
 from tests.engine.worker.cuda.launching import StandInDevice
 from tests.engine.worker.cuda.standing import StandingGpu, StandingTransport, gpu_settings
 from tests.engine.worker.process.fleet import Fleet, placements
@@ -38,6 +39,7 @@ def gpus(
 ) -> Iterator[tuple[Fleet, list[Watched]]]:
     """A worker on each of so many GPUs; `changes` are fields of their settings, `kernels` those of
     each worker. With `has_graphs` attention can be captured."""
+    preferred = Checkpoint.open(str(model)).preferred_format
     devices = [Watched(total_bytes=1 << 32) for _ in range(stages * ranks)]
     with socket.socket() as listener, ThreadPoolExecutor(len(devices)) as threads:
         listener.bind(("127.0.0.1", 0))
@@ -48,7 +50,7 @@ def gpus(
         def load(index: int) -> Worker:
             settings = gpu_settings(model, placement=places[index], **changes)
             own = kernels[index] if kernels else NO_KERNELS
-            device = CudaDevice(settings, devices[index], triton=own)
+            device = CudaDevice(settings, devices[index], None, preferred, own)
             if has_graphs:
                 device = StandInDevice(settings, devices[index])
             return Worker.load(settings, lambda what, done, total: None, device)

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
+from engine.worker.cuda.device import CudaDevice
 from engine.worker.model.kv.data_plane import HIDDEN_TAG, Group
+from engine.worker.process.worker import Worker
+from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker_settings import WorkerSettings
 from tests.engine.worker.cuda.standin import StandInStreams
 from tests.engine.worker.process.driving import settings_for
@@ -27,6 +30,13 @@ def gpu_settings(model: object, **values: object) -> WorkerSettings:
         model, "reference", kv_dtype="auto", max_batch_size=4, max_batch_tokens=64
     )
     return changed(settings, **values)
+
+
+def load_stored(model: object, gpu: "StandingGpu", **values: object) -> Worker:
+    """A worker in float32 that computes in the formats that the checkpoint prefers."""
+    settings = gpu_settings(model, dtype="float32", **values)
+    preferred = Checkpoint.open(str(model)).preferred_format
+    return Worker.load(settings, lambda *_: None, CudaDevice(settings, gpu, None, preferred))
 
 
 @dataclass

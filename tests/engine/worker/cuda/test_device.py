@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters.attention.reference import ReferenceAttention
@@ -140,7 +141,7 @@ def test_the_cache_has_a_block_more_than_it_says_and_the_host_is_pinned(tmp_path
     [
         ({"dtype": "int4"}, "dtype 'int4' is not supported on cuda; known: bfloat16, float16, "),
         ({"attention": "cpu"}, "attention 'cpu' does not run on cuda"),
-        ({"weights": "int4"}, "weights 'int4' is not supported on cuda"),
+        ({"weights": "int3"}, "weights 'int3' is not supported on cuda"),
         (
             {"activation_bits": "14"},
             "activation_bits '14' is not supported on cuda; known: auto, 8",
@@ -183,6 +184,21 @@ def test_the_whole_worker_computes_with_8_bit_weights(
     logits, found = exact.logits(piece), rounded.logits(piece)
     assert not torch.equal(logits, found)
     assert float((found - logits).norm() / logits.norm()) < allowed
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 5e-3), ("bfloat16", 0.1)])
+def test_int4_weights_are_rounded_as_on_a_cpu(tmp_path: Path, dtype: str, allowed: float) -> None:
+    """What is left is the rounding of activations: on the CPU to 14 bits."""
+    make_checkpoint(tmp_path, "llama")
+    path = tmp_path / "model.safetensors"
+    halves = {name: each.bfloat16() for name, each in load_file(path).items()}
+    save_file(halves, path, {"format": "pt"})
+    worker = on_gpu(gpu_settings(tmp_path, weights="int4", dtype=dtype), StandingGpu())
+    assert worker.report.weights == "int4"
+    on_cpu = load_worker(tmp_path, weights="int4", activation_bits="14")
+    piece = (0, range(1, 30))
+    wanted, found = (Driver(each, seed=1).logits(piece) for each in (on_cpu, worker))
+    assert float((found - wanted).norm() / wanted.norm()) < allowed
 
 
 def test_kernels_are_run_once_with_progress_and_what_cannot_be_compiled_is_named() -> None:

@@ -23,12 +23,15 @@ def decode(driver: Driver, loras: tuple[int, ...]) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize(
+    ("cuda_graphs", "weights"), [(True, "float32"), (False, "float32"), (True, "int4")]
+)
 def test_tokens_are_those_of_the_cpu_and_steps_with_adapters_replay_no_graph(
-    tmp_path: Path, cuda_graphs: bool
+    tmp_path: Path, cuda_graphs: bool, weights: str
 ) -> None:
     base = make_checkpoint(tmp_path / "base")
-    cpu, on_gpu = load_worker(base), on_stand_ins(base, cuda_graphs=cuda_graphs, max_batch_size=6)
+    cpu = load_worker(base, weights=weights, activation_bits="14")
+    on_gpu = on_stand_ins(base, cuda_graphs=cuda_graphs, max_batch_size=6, weights=weights)
     for lora_id in (1, 2):
         spec = LoraSpec(lora_id, "it", str(make_lora(tmp_path / str(lora_id), seed=lora_id)))
         assert cpu.load_lora(spec).error == on_gpu.worker.load_lora(spec).error == ""
