@@ -28,6 +28,12 @@ class WorkerRun:
     context: int
     prompts: str
     seconds: float  # for the whole stage
+    weights: str = "auto"
+
+    @property
+    def name(self) -> str:
+        """The name of its stage."""
+        return f"alone: {self.shape}{'' if self.weights == 'auto' else f' {self.weights}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class Plan:
             WorkerRun("Llama-3.1-8B", "1,64,256", 1024, "8x2048", 170.0),
             WorkerRun("Qwen2.5-0.5B", "1,64,256", 1024, "8x2048", 50.0),
             WorkerRun("Qwen2.5-7B", "1,64", 1024, "8x2048", 80.0),
+            WorkerRun("Llama-3.1-8B", "1,8,64", 1024, "8x2048", 80.0, "int4"),
         )
         tests = (*GPU_TESTS, "-m", "gpu")
         attention = "auto" if has_flashinfer else "reference"
@@ -65,10 +72,7 @@ class Plan:
 
     def stages(self) -> list[Stage]:
         """All stages in the order in which they run, the most important first."""
-        alone = [
-            Stage(f"alone: {one.shape}", one.seconds, partial(run_alone, self, one))
-            for one in self.alone
-        ]
+        alone = [Stage(one.name, one.seconds, partial(run_alone, self, one)) for one in self.alone]
         builds = self.device != "cpu" and self.attention == "auto"
         build = [Stage("kernels", 300.0, partial(build_kernels, self))] if builds else []
         if self.device != "cpu":
@@ -118,7 +122,7 @@ def run_alone(plan: Plan, one: WorkerRun, seconds: float) -> dict[str, Any]:
     path, limits = plan.folder / "alone.json", plan.folder / "limits.json"
     flags = ["--offline", one.shape, "--device", plan.device, "--batch-sizes", one.batch_sizes]
     flags += ["--context", str(one.context), "--prompt-lengths", one.prompts]
-    flags += ["--attention", plan.attention]
+    flags += ["--attention", plan.attention, "--weights", one.weights]
     flags += ["--seconds", "0.2" if plan.device == "cpu" else "2", "--json", str(path)]
     flags += ["--in-flight", "2"]
     if limits.exists():
