@@ -5,9 +5,21 @@ from torch import Tensor
 from engine.step import SamplingParams
 from engine.worker.cuda.kernels import library, reference
 from engine.worker.cuda.kernels.reference import FP8
-from engine.worker.cuda.kernels.tiling import FIXED, MANY_ROWS_8_BIT, NARROW_8_BIT, WIDE
+from engine.worker.cuda.kernels.tiling import (
+    FEW_ROWS_4_BIT,
+    FIXED,
+    FIXED_4_BIT,
+    MANY_ROWS_4_BIT,
+    MANY_ROWS_8_BIT,
+    NARROW_4_BIT,
+    NARROW_8_BIT,
+    WIDE,
+    WIDE_4_BIT,
+)
+from engine.worker.cuda.model.four_bit import packed
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.model.torch_operators import TorchSampling
+from tests.engine.worker.cuda.stored_weights import stored
 from tests.engine.worker.sampling.draws import draws_of
 
 pytestmark = [
@@ -42,6 +54,26 @@ def test_products_and_their_independence_of_other_rows(
     found = gemm.product(x, weight, tiling, torch.float32, gemm.Epilogue())
     library.check("product", found, reference.product(x, weight, torch.float32))
     alone = gemm.product(x[7:8], weight, tiling, torch.float32, gemm.Epilogue())
+    assert torch.equal(alone[0], found[7])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "tiling", [FIXED_4_BIT, FEW_ROWS_4_BIT, WIDE_4_BIT, NARROW_4_BIT, MANY_ROWS_4_BIT], ids=str
+)
+@pytest.mark.parametrize("name", ["int4", "uint4_128", "mxfp4"])
+def test_products_with_4_bit_weights(
+    kernels: library.TritonKernels, name: str, tiling: object, dtype: torch.dtype
+) -> None:
+    four_bit = kernels.four_bit
+    assert four_bit is not None
+    weight = packed([stored(name, 1152, 896).map(lambda tensor: tensor.to(GPU))])
+    x, everything = noise(64, 896).to(dtype), slice(0, 1152)
+    exact = reference.unpack(weight, everything, torch.float32)
+    library.check("4-bit weight", four_bit.unpack(weight, everything, dtype), exact, 5e-3)
+    found = four_bit.product(x, weight, tiling, four_bit.Epilogue())
+    library.check("4-bit product", found, reference.product(x, exact, torch.float32), 5e-3)
+    alone = four_bit.product(x[7:8], weight, tiling, four_bit.Epilogue())
     assert torch.equal(alone[0], found[7])
 
 

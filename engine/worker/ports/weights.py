@@ -116,11 +116,11 @@ class LinearFormat(Protocol):
 class PreferredFormat(NamedTuple):
     """What a checkpoint is computed in when the settings `weights` and `kv_dtype` are "auto".
 
-    `stored` are the formats of its quantized weights: a device that computes in all of them leaves
-    each weight as it is stored. Another device converts all weights to `format`, a quantized format
-    or None for floats. `floats` is the dtype in which the checkpoint stores its floats, None if it
-    is not one dtype. Without `keeps_kv` it is an encoder, whose keys and values last for a step:
-    they need not be small.
+    `stored` are the formats of its quantized weights. The CPU leaves each weight as it is stored, a
+    GPU those of 4 bits; it converts the others to `format`, a quantized format or None for floats,
+    and all weights if none has 4 bits. `floats` is the dtype in which the checkpoint stores its
+    floats, None if it is not one dtype. Without `keeps_kv` it is an encoder, whose keys and values
+    last for a step: they need not be small.
     """
 
     format: str | None = None

@@ -29,6 +29,7 @@ from engine.worker.process.model_build import (
     build_model,
     linear_sizes_of,
     load_loras,
+    weight_bytes,
 )
 from engine.worker.process.parts import WorkerParts
 from engine.worker.process.stage_kv import KVCounts, StageKV
@@ -36,7 +37,6 @@ from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.logits_output import FollowingReader, OutputReader, ReadsOutput
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
-from engine.worker.weights.formats import FORMATS
 from engine.worker_settings import Placement, TierReport, WorkerReport, WorkerSettings
 
 
@@ -73,15 +73,6 @@ def _gathering(shard: Shard, plane: DataPlane | None) -> Callable[[Tensor], Tens
         return None
     ranks = (replace(shard, rank=rank) for rank in range(shard.num_ranks))
     return partial(plane.gather, widths=[len(other.vocabulary.run) for other in ranks])
-
-
-def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -> int:
-    """The least memory that the whole model's weights take in the device's format."""
-    format = device.formats.linear or FORMATS.get(device.formats.weights)
-    if format is not None:
-        return num_parameters * int(format.bits) // 8
-    files = checkpoint.files.files if checkpoint.files is not None else ()
-    return min(num_parameters, sum(path.stat().st_size for path in files))  # 8 bits or fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +132,7 @@ def _load(place: _Place) -> _Loaded:
     device.prepare(place.progress)
     weights = checkpoint.open_weights(device.formats.dtype, place.progress)
     num_parameters, num_mtp = checkpoint.survey(weights, place.shard, has_mtp=settings.has_mtp)
-    own_bytes = _weight_bytes(checkpoint, device, num_parameters + num_mtp)
+    own_bytes = weight_bytes(checkpoint, device.formats, num_parameters + num_mtp)
     own_bytes //= settings.placement.num_workers
     is_cached = checkpoint.files is not None
     idle_bytes = own_bytes * place.shape.idle_parameters // num_parameters if is_cached else 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.lora import LoraReport
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
-from engine.worker.device import Device, Progress
+from engine.worker.device import Device, Formats, Progress
 from engine.worker.lora.loading import Loras
 from engine.worker.lora.model import LoraModel, linear_sizes, with_loras
 from engine.worker.lora.named_linears import NamedLinears
@@ -32,6 +32,7 @@ from engine.worker.ports import (
 from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint, NoOperators
+from engine.worker.weights.formats import FORMATS
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker.weights.random import RandomWeights
 from engine.worker.weights.source import Weights
@@ -73,6 +74,15 @@ def build_model(
 
     model = with_loras(recorded(built), built, named, recorded)
     return BuiltModel(model, operators, head, mtp, encoder)
+
+
+def weight_bytes(checkpoint: Checkpoint, formats: Formats, num_parameters: int) -> int:
+    """The least memory that weights take in the formats of a device."""
+    format = formats.linear or FORMATS.get(formats.weights)
+    if format is not None:
+        return num_parameters * int(format.bits) // 8
+    files = checkpoint.files.files if checkpoint.files is not None else ()
+    return min(num_parameters, sum(path.stat().st_size for path in files))  # 8 bits or fewer
 
 
 def linear_sizes_of(

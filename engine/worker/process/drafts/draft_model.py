@@ -33,7 +33,7 @@ from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.stage import Stage, put_each
 from engine.worker.ports import Shard, StepLimits
 from engine.worker.process.attention_choice import StageAttention, attention_specs
-from engine.worker.process.model_build import BuiltModel, build_model
+from engine.worker.process.model_build import BuiltModel, build_model, weight_bytes
 from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.logits_output import LogitsOutput
 from engine.worker.sampling.sampler import Sampler
@@ -209,12 +209,7 @@ def load_draft(
     device.prepare(progress)
     weights = checkpoint.open_weights(device.formats.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard).num_parameters
-    bits = (
-        device.formats.dtype.itemsize * 8
-        if device.formats.linear is None
-        else device.formats.linear.bits
-    )
-    num_bytes = num_parameters * int(bits) // 8
+    num_bytes = weight_bytes(checkpoint, device.formats, num_parameters)
     device.check_weights(num_bytes, 0)
     packed = checkpoint.packed_cache(
         shard, settings.kernels.packed_cache, settings.kernels.packed_cache_size

@@ -18,6 +18,7 @@ from engine.worker.cuda.model.weight_staging import OnDevice, Staging
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.stage import Stage, put_each
 from engine.worker.ports import AttentionSpec, ModelShape, RaggedLayout, Shard, TensorSlice
+from engine.worker.process.model_build import weight_bytes
 from engine.worker.process.worker import Worker
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
@@ -199,6 +200,15 @@ def test_int4_weights_are_rounded_as_on_a_cpu(tmp_path: Path, dtype: str, allowe
     piece = (0, range(1, 30))
     wanted, found = (Driver(each, seed=1).logits(piece) for each in (on_cpu, worker))
     assert float((found - wanted).norm() / wanted.norm()) < allowed
+
+
+@pytest.mark.parametrize(("weights", "num_bytes"), [("int4", 500), ("int8", 1000), ("auto", 2000)])
+def test_the_memory_that_weights_need_at_least(
+    tmp_path: Path, weights: str, num_bytes: int
+) -> None:
+    checkpoint = Checkpoint.open(str(make_checkpoint(tmp_path)))
+    device = CudaDevice(gpu_settings(tmp_path, weights=weights), StandingGpu())
+    assert weight_bytes(checkpoint, device.formats, 1000) == num_bytes
 
 
 def test_kernels_are_run_once_with_progress_and_what_cannot_be_compiled_is_named() -> None:
