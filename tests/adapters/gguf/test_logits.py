@@ -9,7 +9,7 @@ from torch import Tensor
 from adapters.gguf.tensors import GgufTensors
 from adapters.models.checkpoint import read_config
 from engine.worker.ports import HeadTiles, PreferredFormat, dequantize
-from tests.engine.worker.cuda.standing import StandingGpu, load_stored
+from tests.engine.worker.cuda.standing import load_stored
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import LLAMA3_ROPE, LONGROPE, YARN
 from tests.models.gguf_files import Gguf
@@ -119,7 +119,7 @@ def test_the_linears_of_a_mixed_file_are_computed_in_their_own_formats(tmp_path:
     assert worker.report.weights == "int4+q4_k+q6_k (14-bit activations)"
     logits = logits_of(model, TOKENS)
     assert (Driver(worker).logits((0, TOKENS))[0] - logits).abs().max() < 5e-3 * logits.std()
-    on_gpu = load_stored(path, StandingGpu(total_bytes=1 << 31))
+    on_gpu = load_stored(path)
     assert on_gpu.report.weights == "int4+q4_k+int8"
     found = Driver(on_gpu).logits((0, TOKENS))[0]
     assert float((found - logits).norm() / logits.norm()) < 0.1  # as far as int8
@@ -130,7 +130,7 @@ def test_a_gpu_computes_4_bits_as_stored(tmp_path: Path, kind: Kind) -> None:
     """Scales and minimums of Q4_K are rounded to float16."""
     path = tmp_path / "model.gguf"
     model = Gguf("llama", kind, changes=WIDER).write(path)
-    worker = load_stored(path, StandingGpu(total_bytes=1 << 31))
+    worker = load_stored(path)
     assert worker.report.weights == ("int4" if kind is Kind.Q4_0 else "q4_k")
     logits = logits_of(model, TOKENS)
     allowed = 1e-4 if kind is Kind.Q4_0 else 5e-3 * logits.std()

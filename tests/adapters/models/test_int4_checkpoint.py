@@ -9,11 +9,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import StartupError
+from engine.worker.cuda.kernels.library import TritonKernels
 from engine.worker.ports import dequantize
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.int4_files import Int4Files
 from tests.engine.worker.cuda.fleet import gpus
-from tests.engine.worker.cuda.standing import StandingGpu, load_stored
+from tests.engine.worker.cuda.kernels.interpreted import interpreted
+from tests.engine.worker.cuda.standing import load_stored
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint, make_model
 from tests.models.loras import logits_of
@@ -163,11 +165,19 @@ def test_logits_are_those_of_the_dequantized_model(
     assert (found - expected).abs().max() < 5e-3 * expected.std()
     plain = Driver(load_worker(tmp_path, attention="cpu", weights="float32"))
     assert (plain.logits((0, TOKENS))[0] - expected).abs().max() < 1e-4
-    on_gpu = load_stored(tmp_path, StandingGpu())
+    on_gpu = load_stored(tmp_path)
     assert on_gpu.report.weights == layout
     found = Driver(on_gpu).logits((0, TOKENS))[0]
     allowed = 2e-3 if layout.startswith("u") else 1e-4  # zero points are rounded to float16
     assert (found - expected).abs().max() < allowed
+
+
+def test_the_kernel_of_a_gpu_gives_the_logits_of_the_dequantized_model(tmp_path: Path) -> None:
+    """In its interpreter; activations are float16."""
+    kernels = TritonKernels(four_bit=interpreted("four_bit"))
+    expected = logits_of(write(tmp_path, "awq", 64), TOKENS)
+    found = Driver(load_stored(tmp_path, "float16", kernels)).logits((0, TOKENS))[0]
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
 
 
 @pytest.mark.parametrize("group", [64, 128])  # columns of o are half a group of 128

@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.errors import StartupError
+from engine.worker.cuda.kernels.library import TritonKernels
 from engine.worker.weights.expert_files import ExpertFiles
 from engine.worker.weights.formats.mxfp4 import EXPONENTS, mxfp4_weight
 from tests.engine.worker.cuda.fleet import gpus
-from tests.engine.worker.cuda.standing import StandingGpu, load_stored
+from tests.engine.worker.cuda.kernels.interpreted import interpreted
+from tests.engine.worker.cuda.standing import load_stored
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.engine.worker.process.fleet import fleet
 from tests.models.checkpoints import make_model
@@ -84,10 +86,19 @@ def test_logits_are_those_of_transformers(
 
 def test_a_gpu_computes_experts_as_stored(checkpoint: tuple[Path, Any]) -> None:
     directory, model = checkpoint
-    worker = load_stored(directory, StandingGpu())
+    worker = load_stored(directory)
     assert worker.report.weights == "mxfp4"
     found = Driver(worker).logits((0, TOKENS))[0]
     assert (found - logits_of(model, TOKENS)).abs().max() < 1e-4
+
+
+def test_the_kernel_of_a_gpu_multiplies_experts_as_stored(checkpoint: tuple[Path, Any]) -> None:
+    """In its interpreter; activations are float16."""
+    directory, model = checkpoint
+    worker = load_stored(directory, "float16", TritonKernels(four_bit=interpreted("four_bit")))
+    expected = logits_of(model, TOKENS)
+    found = Driver(worker).logits((0, TOKENS))[0]
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])  # with 4, columns of down are half a group

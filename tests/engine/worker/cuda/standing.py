@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
 from engine.worker.cuda.device import CudaDevice
+from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels
 from engine.worker.model.kv.data_plane import HIDDEN_TAG, Group
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
@@ -32,11 +33,15 @@ def gpu_settings(model: object, **values: object) -> WorkerSettings:
     return changed(settings, **values)
 
 
-def load_stored(model: object, gpu: "StandingGpu", **values: object) -> Worker:
-    """A worker in float32 that computes in the formats that the checkpoint prefers."""
-    settings = gpu_settings(model, dtype="float32", **values)
+def load_stored(
+    model: object, dtype: str = "float32", kernels: TritonKernels = NO_KERNELS
+) -> Worker:
+    """A worker that computes in the formats that the checkpoint prefers, with these kernels."""
+    settings, gpu = gpu_settings(model, dtype=dtype), StandingGpu(total_bytes=1 << 31)
     preferred = Checkpoint.open(str(model)).preferred_format
-    return Worker.load(settings, lambda *_: None, CudaDevice(settings, gpu, None, preferred))
+    device = CudaDevice(settings, gpu, None, preferred)
+    device._triton = kernels  # reference attention would leave them out
+    return Worker.load(settings, lambda *_: None, device)
 
 
 @dataclass
