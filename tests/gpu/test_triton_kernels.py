@@ -9,12 +9,12 @@ from engine.worker.cuda.kernels.tiling import (
     FEW_ROWS_4_BIT,
     FIXED,
     FIXED_4_BIT,
-    MANY_ROWS_4_BIT,
     MANY_ROWS_8_BIT,
     NARROW_4_BIT,
     NARROW_8_BIT,
     WIDE,
     WIDE_4_BIT,
+    four_bit_tiling,
 )
 from engine.worker.cuda.model.four_bit import packed
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
@@ -59,7 +59,9 @@ def test_products_and_their_independence_of_other_rows(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "tiling", [FIXED_4_BIT, FEW_ROWS_4_BIT, WIDE_4_BIT, NARROW_4_BIT, MANY_ROWS_4_BIT], ids=str
+    "tiling",
+    [FIXED_4_BIT, FEW_ROWS_4_BIT, WIDE_4_BIT, NARROW_4_BIT, four_bit_tiling(64, 4096)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["int4", "uint4_128", "mxfp4"])
 def test_products_with_4_bit_weights(

@@ -129,7 +129,7 @@ def _four_bit() -> Iterator[Variant]:
         weight = {"GROUP": group, "IS_E2M1": is_e2m1, "HAS_OFFSETS": name == "awq"}
         for tiling, blocks in (
             (found.WIDE_4_BIT, False),
-            (found.MANY_ROWS_4_BIT, False),
+            (found.four_bit_tiling(64, 4096), False),
             (found.FEW_ROWS_4_BIT, True),
             (found.FIXED_4_BIT, True),
         ):

@@ -72,8 +72,9 @@ def seconds_in_4_bits(requests: int) -> float:
     """Of a step with int4 weights."""
     fused = VERSIONS[2]
     reading = ITEM_4_BITS * num_weights() / (fused.gemm * BANDWIDTH)
-    rate = PROCESSORS * CLOCK * LANES * ISSUED / INSTRUCTIONS[16 if requests <= 16 else 64]
-    products = max(reading, num_weights() / rate)
+    tile = 16 if requests <= 16 else 64
+    rate = PROCESSORS * CLOCK * LANES * ISSUED / INSTRUCTIONS[tile]
+    products = max(reading, -(-requests // tile) * num_weights() / rate)
     attention = kv_bytes(requests) / (fused.attention * BANDWIDTH)
     return products + attention + LAYERS * (fused.small + SUMS) * SMALL_KERNEL + OUTSIDE
 
@@ -101,7 +102,7 @@ def lines() -> list[str]:
         "| decode step with int4 weights | floor of bfloat16, ms | floor, ms | estimated ms |",
         "|---|---|---|---|",
     ]
-    for requests in (1, 8, REQUESTS):
+    for requests in (1, 8, REQUESTS, 4 * REQUESTS):
         kv = kv_bytes(requests)
         floors = (weight_bytes() + kv, ITEM_4_BITS * num_weights() + kv)
         in_ms = [f"{each / BANDWIDTH * 1e3:.1f}" for each in floors]

@@ -62,7 +62,7 @@ class Plan:
             return cls(device, rehearsal, (small,), "TINY", 8, 8, 240.0, folder)
         alone = (
             WorkerRun("Llama-3.1-8B", "1,64,256", 1024, "8x2048", 170.0),
-            WorkerRun("Llama-3.1-8B", "1,8,64", 1024, "8x2048", 80.0, "int4"),
+            WorkerRun("Llama-3.1-8B", "1,8,64,256", 1024, "8x2048", 80.0, "int4"),
             WorkerRun("Qwen2.5-0.5B", "1,64,256", 1024, "8x2048", 50.0),
             WorkerRun("Qwen2.5-7B", "1,64", 1024, "8x2048", 80.0),
         )

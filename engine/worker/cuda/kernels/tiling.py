@@ -4,11 +4,11 @@ A decode step is as fast as its weights are read. Up to 16 rows our kernel reads
 those of 8 bits fastest, and up to 64 rows those of 8 bits, whose scales it applies as well:
 measured on an H200 for the shapes in examples/benchmarks/results/gpu/h200/gemm.json. Where torch is
 within a few percent, it is used. The tilings of 4-bit weights follow from their compiled kernels,
-and are not measured: wide tiles take the fewest instructions per weight, and with twice the splits
-of 8 bits each multiprocessor has several blocks.
+and are not measured: wide tiles take the fewest instructions per weight, and splits give each
+multiprocessor several blocks.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ FIXED_4_BIT = Tiling(64, 64, 128, 1, 4, 3)  # every product's in batch-invariant
 FEW_ROWS_4_BIT = Tiling(16, 128, 128, 1, 4, 4)  # experts'
 WIDE_4_BIT = Tiling(16, 128, 128, 2, 4, 4)
 NARROW_4_BIT = Tiling(16, 128, 128, 8, 4, 4)
-MANY_ROWS_4_BIT = Tiling(64, 64, 128, 4, 4, 3)
+MOST_BLOCKS_4_BIT = 4  # of rows: decoding for more of them takes longer than unpacking once
 MIN_WIDE = 16384  # outputs from which on there are enough blocks without splits
 
 
@@ -55,9 +55,12 @@ def tiling_of(rows: int, weight: Tensor) -> Tiling | None:
 
 def four_bit_tiling(rows: int, outputs: int) -> Tiling | None:
     """The tiling of a product of so many rows with a 4-bit weight; None: it is unpacked."""
+    is_wide, blocks = outputs >= MIN_WIDE, -(-rows // FIXED_4_BIT.block_m)
     if rows <= WIDE_4_BIT.block_m:
-        return WIDE_4_BIT if outputs >= MIN_WIDE else NARROW_4_BIT
-    return MANY_ROWS_4_BIT if rows <= MANY_ROWS_4_BIT.block_m else None
+        return WIDE_4_BIT if is_wide else NARROW_4_BIT
+    if blocks > MOST_BLOCKS_4_BIT:
+        return None
+    return replace(FIXED_4_BIT, splits=1 if is_wide else MOST_BLOCKS_4_BIT // blocks)
 
 
 def expert_tiling(rows: int, experts: int) -> Tiling:

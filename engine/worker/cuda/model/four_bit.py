@@ -1,9 +1,9 @@
 """Linear layers on a GPU whose weights stay in 4 bits, from all formats that have 4-bit codes.
 
-Up to 64 rows one kernel reads the codes. For more rows, whose product takes longer than reading
-the weight, the weight is unpacked to 16 bits and multiplied as floats: 0.5 bytes per weight are
-read, 2 written and 2 read again, by our estimate a tenth of the product's time at 2,048 rows, and
-no second kernel has to be as good as torch's. Without our kernel torch unpacks too.
+Up to 256 rows one kernel reads the codes, and decodes them again for each 64 rows. For more rows
+the weight is unpacked to 16 bits once and multiplied as floats: 0.5 bytes per weight are read and 2
+written, by our estimate a tenth of the product's time at 2,048 rows, and no second kernel has to be
+as good as torch's. Without our kernel torch unpacks too.
 """
 
 from collections.abc import Iterator, Sequence

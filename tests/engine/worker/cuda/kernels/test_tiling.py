@@ -1,13 +1,14 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.worker.cuda.kernels.tiling import (
+    FEW_ROWS_4_BIT,
     FIXED,
     FIXED_4_BIT,
-    MANY_ROWS_4_BIT,
     MANY_ROWS_8_BIT,
     NARROW_4_BIT,
     NARROW_8_BIT,
@@ -45,12 +46,26 @@ def test_few_rows_of_wide_and_of_8_bit_weights_are_our_kernels(
     assert tiling_of(rows, weight(outputs, 4096, dtype)) == wanted
 
 
-def test_few_rows_of_4_bit_weights_are_our_kernel_and_more_are_unpacked() -> None:
-    assert four_bit_tiling(16, 28672) == WIDE_4_BIT
-    assert four_bit_tiling(1, 4096) == NARROW_4_BIT
-    assert four_bit_tiling(17, 28672) == four_bit_tiling(64, 4096) == MANY_ROWS_4_BIT
-    assert four_bit_tiling(65, 4096) is None
-    assert expert_tiling(512, 32).block_m == 16
+@pytest.mark.parametrize(
+    ("rows", "outputs", "wanted"),
+    [
+        (16, 28672, WIDE_4_BIT),
+        (1, 4096, NARROW_4_BIT),
+        (17, 28672, FIXED_4_BIT),
+        (64, 4096, replace(FIXED_4_BIT, splits=4)),
+        (65, 4096, replace(FIXED_4_BIT, splits=2)),
+        (256, 4096, FIXED_4_BIT),
+        (257, 28672, None),
+    ],
+)
+def test_up_to_256_rows_of_4_bit_weights_are_our_kernel_and_more_are_unpacked(
+    rows: int, outputs: int, wanted: Tiling | None
+) -> None:
+    assert four_bit_tiling(rows, outputs) == wanted
+
+
+def test_experts_have_larger_tiles_where_each_has_more_rows_than_the_smaller_one() -> None:
+    assert expert_tiling(512, 32) == FEW_ROWS_4_BIT
     assert expert_tiling(513, 32) == FIXED_4_BIT
 
 

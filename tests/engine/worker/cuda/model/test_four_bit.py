@@ -93,12 +93,12 @@ def fast_kernels(*, is_batch_invariant: bool = False) -> FastProducts:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 40, 70])
+@pytest.mark.parametrize("rows", [1, 70, 260])
 @pytest.mark.parametrize("way", ["torch", "kernels", "batch-invariant"])
 def test_a_linear_multiplies_the_numbers_of_its_weights(
     way: str, rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More rows than 64 are multiplied with a few unpacked outputs at a time."""
+    """More rows than 256 are multiplied with a few unpacked outputs at a time."""
     monkeypatch.setattr(four_bit, "UNPACKED_BYTES", 50 * SMALL * 2)
     dtype = torch.float32 if way == "torch" else torch.float16
     fast = FastProducts() if way == "torch" else fast_kernels(
