@@ -40,7 +40,7 @@ FIXED_4_BIT = Tiling(64, 64, 128, 1, 4, 3)  # every product's in batch-invariant
 FEW_ROWS_4_BIT = Tiling(16, 128, 128, 1, 4, 4)  # experts'
 WIDE_4_BIT = Tiling(16, 128, 128, 2, 4, 4)
 NARROW_4_BIT = Tiling(16, 128, 128, 8, 4, 4)
-MOST_BLOCKS_4_BIT = 4  # of rows: decoding for more of them takes longer than unpacking once
+MAX_BLOCKS_4_BIT = 4  # blocks of rows; to decode for more takes longer than to unpack once
 MIN_WIDE = 16384  # outputs from which on there are enough blocks without splits
 
 
@@ -58,9 +58,9 @@ def four_bit_tiling(rows: int, outputs: int) -> Tiling | None:
     is_wide, blocks = outputs >= MIN_WIDE, -(-rows // FIXED_4_BIT.block_m)
     if rows <= WIDE_4_BIT.block_m:
         return WIDE_4_BIT if is_wide else NARROW_4_BIT
-    if blocks > MOST_BLOCKS_4_BIT:
+    if blocks > MAX_BLOCKS_4_BIT:
         return None
-    return replace(FIXED_4_BIT, splits=1 if is_wide else MOST_BLOCKS_4_BIT // blocks)
+    return replace(FIXED_4_BIT, splits=1 if is_wide else MAX_BLOCKS_4_BIT // blocks)
 
 
 def expert_tiling(rows: int, experts: int) -> Tiling:

@@ -63,7 +63,7 @@ class MaskedExperts:
 
 @dataclass(frozen=True)
 class SortedRows:
-    """Which expert each of the rows uses that the products of experts multiply."""
+    """The expert of each row that the products of experts multiply."""
 
     experts: Tensor  # [rows], ascending
     ends: Tensor  # int32 [experts], where the rows of each expert end

@@ -25,7 +25,7 @@ from engine.worker.weights.formats.int4 import MIDDLE, quantize
 FORMATS_IN_4_BITS = frozenset(name for name, layout in LAYOUTS.items() if layout.bits == 4)
 HALVES = (torch.bfloat16, torch.float16)  # what the kernels multiply with
 ELEMENTS_AT_ONCE = 1 << 24  # so many are packed together
-UNPACKED_BYTES = 256 << 20  # of a weight that is unpacked at a time
+MAX_UNPACKED_BYTES = 256 << 20  # so many are unpacked at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class FourBitLinear:
             found: Tensor = fast.four_bit.product(x, self.weight, tiling, after)
             return found
         parts = []
-        count = max(1, UNPACKED_BYTES // (self.weight.inputs * x.itemsize))
+        count = max(1, MAX_UNPACKED_BYTES // (self.weight.inputs * x.itemsize))
         for at in range(0, outputs, count):
             here = slice(at, min(at + count, outputs))
             bias = None if self.bias is None else self.bias[here]

@@ -121,7 +121,7 @@ def dequantize_groups(groups: Groups, layout: GroupLayout) -> Tensor:
 
 
 def scales_and_offsets(groups: Groups, layout: GroupLayout) -> tuple[Tensor, Tensor | None]:
-    """Of `scale * (step - middle) + offset`, float32 `[out, groups]`; None: no offsets."""
+    """Float32 `[out, groups]`: weights are `scale * (step - middle) + offset`; None: no offsets."""
     scales = _times(groups.scales, groups.factors, layout)
     if groups.minimums is not None:
         return scales, -_times(groups.minimums, groups.minimum_factors, layout)

@@ -99,7 +99,7 @@ def test_a_linear_multiplies_the_numbers_of_its_weights(
     way: str, rows: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More rows than 256 are multiplied with a few unpacked outputs at a time."""
-    monkeypatch.setattr(four_bit, "UNPACKED_BYTES", 50 * SMALL * 2)
+    monkeypatch.setattr(four_bit, "MAX_UNPACKED_BYTES", 50 * SMALL * 2)
     dtype = torch.float32 if way == "torch" else torch.float16
     fast = FastProducts() if way == "torch" else fast_kernels(
         is_batch_invariant=way == "batch-invariant"
