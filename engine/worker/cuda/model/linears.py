@@ -119,6 +119,21 @@ class EightBitLinear:
         return y.to(dtype) if add_to is None else add_to.add_(y)
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedLinear:
+    """Linears that read the same input, with weights in different formats."""
+
+    linears: Sequence[Linear]
+    sizes: list[int]  # outputs of each
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        if add_to is None:
+            return torch.cat([linear(x) for linear in self.linears], dim=1)
+        for linear, columns in zip(self.linears, torch.split(add_to, self.sizes, 1), strict=True):
+            linear(x, columns)
+        return add_to
+
+
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T` in int32 of int8; weights are `[out, in]`, row-major."""
     count = len(x)

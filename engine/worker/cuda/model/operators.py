@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from engine.worker.cuda.model.kernels import Kernels, fits
 from engine.worker.cuda.model.linears import (
     PLAIN,
     FastProducts,
+    JoinedLinear,
     MakesLinear,
     float_linear,
     fp8_linear,
@@ -118,8 +120,14 @@ class CudaOperators(TorchOperators):
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
         parts = [loaded(weight) for weight in weights]
-        make = LINEARS.get(self._format_of(parts), float_linear)
-        return make(parts, bias, self._dtype, self._fast)
+        runs = [list(run) for _, run in groupby(parts, lambda part: self._format_of([part]))]
+        if len(runs) == 1:
+            make = LINEARS.get(self._format_of(parts), float_linear)
+            return make(parts, bias, self._dtype, self._fast)
+        sizes = [sum(part.shape[0] for part in run) for run in runs]
+        biases = [None] * len(runs) if bias is None else torch.split(bias, sizes)
+        linears = [self.linear(run, own) for run, own in zip(runs, biases, strict=True)]
+        return JoinedLinear(linears, sizes)
 
     def _format_of(self, weights: Sequence[Weight]) -> str:
         """The format in which a linear of these weights is computed."""
@@ -127,7 +135,7 @@ class CudaOperators(TorchOperators):
             return self._weights
         if are_in_4_bits(weights):
             return "int4"
-        if any(isinstance(weight, Tensor) for weight in weights):
+        if isinstance(weights[0], Tensor):
             return ""
         stored = common_format(weights) or ""
         return stored if stored in LINEARS else self._others

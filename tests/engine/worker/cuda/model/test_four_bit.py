@@ -17,7 +17,12 @@ from engine.worker.cuda.model.four_bit import (
     four_bit_linear,
     packed,
 )
-from engine.worker.cuda.model.linears import EightBitLinear, FastProducts, FloatLinear
+from engine.worker.cuda.model.linears import (
+    EightBitLinear,
+    FastProducts,
+    FloatLinear,
+    JoinedLinear,
+)
 from engine.worker.cuda.model.operators import STORED, CudaOperators
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import ExpertWeights, Routing, Weight, dequantize
@@ -196,13 +201,25 @@ def test_without_the_kernel_each_expert_computes_all_rows_and_the_log_says_so(
 
 
 def test_each_linear_of_a_mixed_file_is_computed_in_its_own_format() -> None:
-    """As in files that llama-quantize calls Q4_K_M; of stacked ones all or none is in 4 bits."""
+    """As in files that llama-quantize calls Q4_K_M, of stacked ones too."""
     operators = CudaOperators(CPU, torch.bfloat16, STORED, None, others="int8")
     q4, q6, floats = stored("q4_k", 16), stored("q6_k", 16), noise(16, SMALL).bfloat16()
     assert isinstance(operators.linear([q4, stored("int4", 8)], None), FourBitLinear)
     assert isinstance(operators.linear([q6], None), EightBitLinear)
-    assert isinstance(operators.linear([q4, q6], None), EightBitLinear)
     assert isinstance(operators.linear([floats], None), FloatLinear)
-    assert isinstance(operators.linear([floats, q4], None), FloatLinear)
+    bias, x = noise(64, seed=1).bfloat16(), noise(3, SMALL).bfloat16()
+    joined = operators.linear([q4, q4, q6, floats], bias)
+    assert isinstance(joined, JoinedLinear)
+    kinds = [type(linear) for linear in joined.linears]
+    assert (kinds, joined.sizes) == ([FourBitLinear, EightBitLinear, FloatLinear], [32, 16, 16])
+    parts: list[Weight] = [q4, q4, q6, floats]
+    shares = bias.view(4, 16)
+    alone = [operators.linear([part], own)(x) for part, own in zip(parts, shares, strict=True)]
+    wanted = torch.cat(alone, dim=1)
+    torch.testing.assert_close(joined(x), wanted, rtol=1e-2, atol=1e-2)
+    start = noise(3, 64, seed=2).bfloat16()
+    into = start.clone()
+    assert joined(x, into) is into
+    torch.testing.assert_close(into, start + wanted, rtol=2e-2, atol=2e-1)
     without = CudaOperators(CPU, torch.bfloat16, STORED, None)
     assert isinstance(without.linear([q6], None), FloatLinear)
