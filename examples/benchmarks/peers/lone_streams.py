@@ -24,8 +24,8 @@ from typing import Any
 
 from engine.worker.cpu.limits import PlainReads
 from examples.benchmarks.peers.servers import Server, read_servers, running
-from examples.benchmarks.peers.tables import processor
 from examples.benchmarks.server.lone_stream import seconds_per_token
+from examples.benchmarks.server.start_time import cpu_name
 
 READ_BYTES = 1 << 30
 PAUSE = 0.5  # seconds until the threads of the server before wait no longer in loops
@@ -50,8 +50,9 @@ def main() -> None:
         print(group, file=sys.stderr, flush=True)
         here = [each for each in servers if each.group == group]
         rows += measure(here, reads, options.rounds, options.tokens)
-        (out / "lone_streams.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (out / "lone_streams.md").write_text(page(rows))
+        figures = {"cpu": cpu_name(), "cores": os.cpu_count(), "rows": rows}
+        (out / "lone_streams.json").write_text(json.dumps(figures, indent=1) + "\n")
+        (out / "lone_streams.md").write_text(page(figures))
 
 
 def measure(
@@ -73,22 +74,22 @@ def measure(
     return [row for _, row in found]
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(figures: Mapping[str, Any]) -> str:
     first: dict[str, Row] = {}
-    for row in rows:
+    for row in figures["rows"]:
         first.setdefault(row["group"], row)
     return "\n".join(
         [
             "# Lone streams, answer by answer",
             "",
             "Written by `python -m examples.benchmarks.peers.lone_streams`: "
-            f"{os.cpu_count()} cores of {processor()}; the servers of a group are up together and"
-            " answer in turn. Medians of the rounds (smallest to largest); a ratio is of the tokens"
-            " per second of two answers of one round.",
+            f"{figures['cores']} cores of {figures['cpu']}; the servers of a group are up together"
+            " and answer in turn. Medians of the rounds (smallest to largest); a ratio is of the"
+            " tokens per second of two answers of one round.",
             "",
             "| | rounds | tokens/s | ratio to the group's first | plain reads, GB/s |",
             "|---|---|---|---|---|",
-            *(_line(row, first[row["group"]]) for row in rows),
+            *(_line(row, first[row["group"]]) for row in figures["rows"]),
             "",
         ]
     )

@@ -21,7 +21,6 @@ FORMATS = {  # row of README.md: Podway's server and the group of servers
     "Q4_0": ("Podway Q4_0 file", "M500, 4 bits"),
 }
 COLUMNS = (  # the key of a load or of a run, and whether more is better
-    ("C=1", "output_rate", True),
     ("C=8", "output_rate", True),
     ("C=32", "output_rate", True),
     ("C=1", "ttft_p50", False),
@@ -64,6 +63,21 @@ def cells(shape: str, ours: str, group: str, columns: Sequence[tuple[str, str, b
     return " | ".join(found)
 
 
+def alone(shape: str, ours: str, group: str) -> tuple[float, str]:
+    """Tokens per second of a lone stream, as a multiple of the best other server's, which is named
+    by its first letter: medians of answers in turn."""
+    rows = read(f"peers/{shape}/lone_streams.json")["rows"]
+    seconds = {row["server"]: row["tokens"] for row in rows if row["group"] == group}
+    return min(
+        (
+            median(theirs / own for own, theirs in zip(seconds[ours], times, strict=True)),
+            name[0].upper(),
+        )
+        for name, times in seconds.items()
+        if not name.startswith("Podway")
+    )
+
+
 def beside_others() -> list[str]:
     """A row of README.md for each model and format."""
     groups = dict.fromkeys(run["group"] for run in read("peers/larger_zen5/figures.json"))
@@ -71,15 +85,15 @@ def beside_others() -> list[str]:
         f"| {group} | {cells('larger_zen5', f'Podway {group}', group, LARGER)} |"
         for group in groups
     ]
-    return rows + [
-        f"| {title} | {cells('m500_zen5', ours, group, COLUMNS)} |"
-        for title, (ours, group) in FORMATS.items()
-    ]
+    for title, (ours, group) in FORMATS.items():
+        times, letter = alone("m500_zen5", ours, group)
+        mine = f"**{times:.2f}** : 1 {letter}" if times > 1 else f"{times:.2f} : **1** {letter}"
+        rows.append(f"| {title} | {mine} | {cells('m500_zen5', ours, group, COLUMNS)} |")
+    return rows
 
 
-def ratio(ours: str, theirs: str, streams: int = 32) -> float:
-    load = f"C={streams}"
-    return peers("m500_zen5", ours, load) / peers("m500_zen5", theirs, load)
+def ratio(ours: str, theirs: str) -> float:
+    return peers("m500_zen5", ours, "C=32") / peers("m500_zen5", theirs, "C=32")
 
 
 def beside_peers() -> list[str]:
@@ -90,12 +104,10 @@ def beside_peers() -> list[str]:
         "Q4_0": ("Podway Q4_0 file", "llama-server q4_0"),
     }
     one, two, three, four = (f"{ratio(*pair):.2f}" for pair in pairs.values())
-    alone = pairs | {"bfloat16": ("Podway bfloat16", "OpenVINO bf16 (u8 KV)")}
-    alone["int8"] = ("Podway int8", "OpenVINO int8")
-    behind = sorted(round(100 * (1 - ratio(*pair, streams=1))) for pair in alone.values())
+    a, b, c, d = (f"{alone('m500_zen5', *pair)[0]:.2f}" for pair in FORMATS.values())
     return [
         f"{one} (float32), {two} (bfloat16), {three} (int8) and {four} times (Q4_0)",
-        f"faster with another in each format, by {behind[0]} to {behind[-1]} %",
+        f"{a} (float32), {b} (bfloat16), {c} (int8) and {d} times",
     ]
 
 

@@ -36,5 +36,5 @@ def test_answers_of_all_servers_take_turns_and_a_round_is_compared_with_itself(
     rows = lone_streams.measure([server("ours"), server("theirs")], reads, 2, 96)
     assert answers[2:] == ["ours", "theirs", "theirs", "ours"]
     assert not up
-    last = lone_streams.page(rows).splitlines()[-1]
+    last = lone_streams.page({"cpu": "", "cores": 2, "rows": rows}).splitlines()[-1]
     assert last == "| int8: theirs | 2 | 1.1 (1.0–1.2) | 0.49 (0.38–0.60) | 50 (50–50) |"

@@ -9,7 +9,7 @@ from examples.benchmarks.cluster import shared_store
 from examples.benchmarks.layers import thread_counts
 from examples.benchmarks.mtp import acceptance
 from examples.benchmarks.peers import images as images_beside_others
-from examples.benchmarks.peers import parameters
+from examples.benchmarks.peers import lone_streams, parameters
 from examples.benchmarks.real_engine import policies
 from examples.benchmarks.server import (
     agent_turns,
@@ -42,6 +42,8 @@ PAGES: dict[str, Page] = {
     "images/openvino": images_beside_others.page,
     "images/vllm": images_beside_others.page,
     "lora/server": lora_server.page,
+    "peers/larger_zen5/lone_streams": lone_streams.page,
+    "peers/m500_zen5/lone_streams": lone_streams.page,
     "prompt_bounds/prompt_bounds": prompt_bounds.page,
     "speculation/mtp": acceptance.page,
     "replicas/servers": real_replicas.page,
