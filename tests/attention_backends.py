@@ -10,6 +10,8 @@ from torch import Tensor
 
 from adapters.attention import BACKENDS
 from adapters.attention.flashinfer.backend import FlashInferAttention
+from engine.worker.cuda.memory import NUM_SPARE, GpuMemory
+from engine.worker.device import Formats
 from engine.worker.model.kv.kv_tensors import allocate
 from engine.worker.ports import (
     AttentionSpec,
@@ -20,6 +22,7 @@ from engine.worker.ports import (
     StepLimits,
     ThreadPool,
 )
+from tests.engine.worker.cuda.standin import StandInStreams
 from tests.flashinfer_stand_in import StandIn
 
 # The others differ from `flashinfer` in captured steps only (`test_flashinfer_decode_choice`).
@@ -42,20 +45,22 @@ def holds(name: str, dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or BACKENDS[name] in ON_CPU
 
 
-def has_sinks(name: str) -> bool:
-    """Whether the backend supports attention sinks."""
-    return BACKENDS[name] in ON_CPU
-
-
 def cache_for(
     name: str, shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> KVTensors:
     """Zeros for all layers, lying as the backend's device lays them."""
     if BACKENDS[name] in ON_CPU:
         return allocate(shape, shape.num_layers, num_blocks, block_size, dtype)
-    sizes = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
-    cache = torch.zeros(sizes, dtype=dtype)
-    return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]))
+    return gpu_cache(shape, num_blocks - NUM_SPARE, block_size, dtype)
+
+
+def gpu_cache(
+    shape: ModelShape, num_blocks: int, block_size: int, dtype: torch.dtype, place: str = "cpu"
+) -> KVTensors:
+    """The cache of a GPU, with its spare block."""
+    formats = Formats(torch.float32, dtype, "float32")
+    memory = GpuMemory(torch.device(place), StandInStreams(), formats, block_size)
+    return memory.kv(shape, num_blocks)
 
 
 class OnStandIn:

@@ -1,5 +1,6 @@
 """The two wrappers of FlashInfer over pages, on a stand-in's stream."""
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -102,6 +103,8 @@ class StandInWrapper(ABC):
         k_scale: float | None,
         v_scale: float | None,
         out: Tensor,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
     ) -> Tensor:
         if not self._planned:
             raise RuntimeError("run before plan")
@@ -114,7 +117,12 @@ class StandInWrapper(ABC):
         for name, tensor in (("q", q), ("kv", keys), ("kv", values), ("o", out)):
             if tensor.dtype != self._planned[f"{name}_data_type"]:
                 raise ValueError(f"{name} is {tensor.dtype}, not as planned")
+        width = self._planned.get("head_dim") or self._planned["head_dim_qk"]
+        assert {q.shape[2], out.shape[2], keys.shape[3]} == {width}
+        assert width in (64, 128, 256, 512)
         assert out.shape == q.shape
+        assert return_lse == (lse is not None)
+        assert lse is None or (lse.dtype, lse.shape) == (torch.float32, q.shape[:2])
         assert q.stride(-1) == 1
         qo_indptr = self._tables["qo_indptr"].tolist()
         if qo_indptr[-1] != len(q):
@@ -124,11 +132,16 @@ class StandInWrapper(ABC):
             rows = slice(qo_indptr[i], qo_indptr[i + 1])
             if rows.start == rows.stop:
                 continue
-            found = self._attend(i, q[rows].double(), keys, values, scale)
+            found, sums = self._attend(i, q[rows].double(), keys, values, scale)
+            if lse is not None:
+                lse[rows] = sums.float()
             out[rows] = (found * (1.0 if v_scale is None else v_scale)).to(out.dtype)
         return out
 
-    def _attend(self, i: int, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def _attend(
+        self, i: int, q: Tensor, keys: Tensor, values: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The outputs of a request, and the sums of its scores as logarithms to base 2."""
         first, end = self._tables["indptr"][i : i + 2].tolist()
         pages = self._tables["indices"][first:end].long()
         length = (end - first - 1) * keys.shape[1] + int(self._tables["last_page_len"][i])
@@ -144,7 +157,9 @@ class StandInWrapper(ABC):
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         if cap := self._planned["logits_soft_cap"]:
             scores = (scores / cap).tanh() * cap
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        sums = scores.logsumexp(-1).t() / math.log(2)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), sums
 
 
 class StandInMixed(StandInWrapper):

@@ -15,7 +15,7 @@ from engine.worker.cpu.kernels.dtypes import dtype_code
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.ports import AttentionSpec, KVTensors, ModelShape, RopeAngles
-from tests.attention_backends import CONTRACTED, ON_CPU, cache_for, has_sinks, holds, maker
+from tests.attention_backends import CONTRACTED, ON_CPU, cache_for, holds, maker
 
 LAYERS = 2
 MAX_POSITIONS = 4096
@@ -193,8 +193,6 @@ def check(name: str, case: Case, pool: NativeThreadPool) -> None:
 def test_attention_is_exact_for_ragged_batches(pool: NativeThreadPool, case: Case) -> None:
     for name in CONTRACTED:
         fitting = case if holds(name, case.dtype) else replace(case, dtype=torch.float32)
-        if not has_sinks(name):
-            fitting = replace(fitting, has_sinks=False)
         check(name, fitting, pool)
 
 
@@ -227,7 +225,7 @@ def test_attention_is_exact_for_long_and_wide_batches(
 ) -> None:
     """On the CPU, of whose four types two compute each shape."""
     for case in LONG[ROUNDED.index((name, dtype)) % 2 :: 2] if name == "cpu" else LONG:
-        check(name, replace(case, dtype=dtype, has_sinks=case.has_sinks and has_sinks(name)), pool)
+        check(name, replace(case, dtype=dtype), pool)
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -279,7 +277,7 @@ def test_the_tokens_of_an_image_attend_to_all_tokens_of_it(
         torch.testing.assert_close(found[rows_of].double(), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in CONTRACTED if has_sinks(name)])
+@pytest.mark.parametrize("name", CONTRACTED)
 def test_sinks_far_above_and_below_all_scores_are_exact(name: str, pool: NativeThreadPool) -> None:
     """As in gpt-oss, whose sinks reach 4; a huge one leaves nothing, a low one changes nothing."""
     shape = ModelShape(1, 2, 1, 16, 1, 1, 1, 1, MAX_POSITIONS)

@@ -58,7 +58,11 @@ class FlashInferAttention:
         sizes = check_limits(spec.limits, cache.block_size, group)
         self._library = library
         self._geometry = Geometry.of(spec, cache)
-        self._pages = tuple(zip(cache.keys, cache.values, strict=True))
+        self._rows_of_pages = tuple(zip(cache.keys, cache.values, strict=True))
+        self._pages = tuple(
+            (widened(keys, self._geometry.head_dim), widened(values, self._geometry.head_dim))
+            for keys, values in self._rows_of_pages
+        )
         self._work = Workspaces(library, self._geometry, sizes, spec.limits)
         self._slots = library.on_device(sizes.tokens, torch.int64)
         self._arenas = PageTableArenas(
@@ -68,13 +72,17 @@ class FlashInferAttention:
             ]
         )
         self._write = library.rope_and_cache_write(kv_dtype)
-        row = cache.keys[0].shape[2:]
-        self._rows_of_slots = tuple((k.view(-1, *row), v.view(-1, *row)) for k, v in self._pages)
         self._scales = spec.k_scale, spec.v_scale
         self._mixed = self._mixed_launch()
         self._decodes = self._mixed_launch()
         self._captured = CapturedLaunches(
-            library, self._geometry, cache, self._work, self._arenas, self.decode_kernel
+            library,
+            self._geometry,
+            self._pages,
+            cache.num_blocks,
+            self._work,
+            self._arenas,
+            self.decode_kernel,
         )
         self._planned: tuple[Planned, ...] = ()  # the current step's, set by `plan`
         self._rows = 0  # rows in the current step
@@ -118,26 +126,28 @@ class FlashInferAttention:
     ) -> Tensor:
         """RoPE, cache write and attention of one layer; q, k, v `[tokens, heads, dim]`."""
         assert len(q) == self._rows, "plan comes before run"
-        assert sinks is None, "specs with sinks are not supported"
-        assert k is not None, "specs without KV of their own are not supported"
-        assert v is not None, "specs without KV of their own are not supported"
+        dim = q.shape[2]
         q = self._rope_and_write(layer, q, k, v, rope)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for planned in self._planned:
-            planned.launch.run(q[planned.rows], self._pages[layer], out[planned.rows])
-        return out
+            rows = planned.rows
+            planned.launch.run(q[rows], self._pages[layer], out[rows], sinks)
+        return out[..., :dim].contiguous()
 
     def _rope_and_write(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: RopeAngles | None
+        self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, rope: RopeAngles | None
     ) -> Tensor:
-        """Write k, rotated, and v to the cache; returns the rotated q, itself or a contiguous copy.
+        """Write k, rotated, and v, if any, to the cache; returns the rotated q, itself or a
+        contiguous copy with the heads of the kernel.
 
         FlashInfer's own append kernel needs two more tables per step, does not quantize to fp8, and
         reads out of bounds for padding rows. The layout has a slot for every row, padding included.
         """
-        cache = CacheRows(self._slots[: len(q)], *self._rows_of_slots[layer], *self._scales)
+        cache = CacheRows(self._slots[: len(q)], *self._rows_of_pages[layer], *self._scales)
         angles = None if rope is None else (rope.cos, rope.sin)
-        q_out = q.new_empty(q.shape) if self._planned[0].launch.takes_contiguous else None
+        width, q_out = self._geometry.head_dim, None
+        if width != q.shape[2] or self._planned[0].launch.takes_contiguous:
+            q_out = q.new_empty((*q.shape[:2], width))
         self._write(q, k, v, angles, cache, q_out)
         return q if q_out is None else q_out
 
@@ -172,6 +182,15 @@ class FlashInferAttention:
     def _mixed_launch(self) -> MixedLaunch:
         wrapper = self._library.mixed(self._work.parts)
         return MixedLaunch(self._geometry, wrapper, self._library.event())
+
+
+def widened(pages: Tensor, dim: int) -> Tensor:
+    """A view of pages in which each head has the numbers behind it too, up to `dim`.
+
+    The kernel multiplies them by zeros of q, and their outputs are not used. The device has as many
+    numbers behind each page as a head is narrower than the kernel's (`GpuMemory.kv`).
+    """
+    return pages.as_strided((*pages.shape[:3], dim), pages.stride())
 
 
 class Fa2FlashInferAttention(FlashInferAttention):

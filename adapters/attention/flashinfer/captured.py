@@ -3,7 +3,14 @@ any requests by FA2."""
 
 import torch
 
-from adapters.attention.flashinfer.decode_choice import FA2, XQA, DecodeChoice, DecodeTrial, Times
+from adapters.attention.flashinfer.decode_choice import (
+    FA2,
+    XQA,
+    DecodeChoice,
+    DecodeTrial,
+    Pages,
+    Times,
+)
 from adapters.attention.flashinfer.fit import unsupported_packed
 from adapters.attention.flashinfer.launches import (
     CapturedLaunch,
@@ -16,7 +23,6 @@ from adapters.attention.flashinfer.ports import Library
 from adapters.attention.flashinfer.tables import PageTableArenas, TableSizes
 from adapters.attention.flashinfer.workspace import Workspaces
 from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials, file_of
-from engine.worker.ports import KVTensors
 
 
 class CapturedLaunches:
@@ -26,18 +32,20 @@ class CapturedLaunches:
         self,
         library: Library,
         geometry: Geometry,
-        cache: KVTensors,
+        pages: Pages,
+        num_blocks: int,
         work: Workspaces,
         arenas: PageTableArenas,
         wanted: str,
     ) -> None:
-        """`wanted` is a kernel's name or AUTO. Raises `StartupError` if it cannot be used."""
+        """`pages` are the keys and values of each layer, `wanted` is a kernel's name or AUTO.
+        Raises `StartupError` if it cannot be used."""
         spec = geometry.spec
         assert spec.limits is not None, "attention on a GPU needs the step limits"
         self._library = library
         self._geometry = geometry
         self._work = work
-        self._trial = DecodeTrial(library, geometry, cache, arenas, spec.limits)
+        self._trial = DecodeTrial(library, geometry, pages, num_blocks, arenas)
         why_not = unsupported_packed(
             spec, geometry.kv_dtype, geometry.page_size, library.capability
         )

@@ -20,10 +20,11 @@ from adapters.attention.flashinfer.tables import PageTableArenas, PageTables
 from engine.errors import KernelFaulted, StartupError
 from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials
 from engine.worker.cuda.kernels.library import WrongResult
-from engine.worker.ports import Int32s, KVTensors, StepLimits
+from engine.worker.ports import Int32s
 
 logger = logging.getLogger(__name__)
 
+Pages = Sequence[tuple[Tensor, Tensor]]  # keys and values of each layer
 FA2, XQA, AUTO = "fa2", "xqa", "auto"
 MIN_GAIN = 0.02  # XQA replaces FA2 if it takes less time by this share
 CONTEXTS = (1024, 4096)  # tokens of each request, at most the longest that is served
@@ -135,14 +136,16 @@ class DecodeTrial:
         self,
         library: Library,
         geometry: Geometry,
-        cache: KVTensors,
+        pages: Pages,
+        num_blocks: int,
         arenas: PageTableArenas,
-        limits: StepLimits,
     ) -> None:
+        limits = geometry.spec.limits
+        assert limits is not None, "attention on a GPU needs the step limits"
         self._library = library
         self._geometry = geometry
-        self._cache = cache
-        self._pages = tuple(zip(cache.keys, cache.values, strict=True))
+        self._pages = pages
+        self._num_blocks = num_blocks
         self._arenas = arenas
         self._most = limits.max_model_len
 
@@ -150,7 +153,7 @@ class DecodeTrial:
         """Raise `WrongResult` if the kernels differ by more than rounding; the cache is zero
         before and after."""
         lengths = 1 + np.arange(rows) * 37 % min(self._most, VERIFIED_TOKENS)
-        tables, ids = trial_tables(lengths, self._cache.block_size, self._cache.num_blocks)
+        tables, ids = trial_tables(lengths, self._geometry.page_size, self._num_blocks)
         pages, used = self._pages[0], int(ids.max()) + 1
         for part in pages:
             part[:used].normal_()
@@ -179,7 +182,7 @@ class DecodeTrial:
         seconds: dict[int, float] = {}
         for context in sorted({min(each, self._most) for each in CONTEXTS}):
             lengths = np.full(rows, context)
-            tables, ids = trial_tables(lengths, self._cache.block_size, self._cache.num_blocks)
+            tables, ids = trial_tables(lengths, self._geometry.page_size, self._num_blocks)
             self._plan(launch, tables, ids, indices)
             run()  # compiles
             seconds[context] = self._library.seconds(run) / REPEATS / len(layers)
@@ -192,7 +195,7 @@ class DecodeTrial:
             launch.plan(arena, tables, on_device)
 
     def _q(self, rows: int) -> Tensor:
-        spec, place = self._geometry.spec, self._cache.keys[0].device
+        spec, place = self._geometry.spec, self._pages[0][0].device
         made = torch.randn((rows, spec.num_heads, spec.head_dim), device=place)
         return made.to(spec.dtype)
 

@@ -9,7 +9,8 @@ from engine.worker.cuda.kernels.reference import FP8
 from engine.worker.ports import AttentionSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)  # of FA2's kernels that have been tested
+LOAD_BYTES = 16  # a head begins at a multiple of what a thread loads at once
 PACKED_MAJORS = (9, 10, 12)  # compute capabilities that XQA is compiled for
 PACKED_PAGES = (16, 32, 64, 128)
 CAPABILITY = (8, 0)  # Ampere: the first with bfloat16; fp8 KV is converted in the kernel
@@ -31,15 +32,12 @@ def unsupported_shape(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: in
             f"a KV cache in {kept} with dtype {named} is not supported; --kv-cache-dtype must be "
             f"{named} or fp8"
         )
-    if spec.head_dim not in HEAD_DIMS:
-        known = ", ".join(map(str, HEAD_DIMS))
-        return f"head_dim {spec.head_dim} is not supported, only {known} are; {ALTERNATIVE}"
-    if spec.has_sinks:
-        return f"attention sinks are not supported; {ALTERNATIVE}"
-    if not spec.has_own_kv:
-        return f"layers that read the KV of others are not supported; {ALTERNATIVE}"
-    if spec.cache_head_dim not in (None, spec.head_dim):
-        return f"layers with different head sizes are not supported; {ALTERNATIVE}"
+    if spec.head_dim * kv_dtype.itemsize % LOAD_BYTES or spec.head_dim > HEAD_DIMS[-1]:
+        step = LOAD_BYTES // kv_dtype.itemsize
+        return (
+            f"head_dim {spec.head_dim} is not supported, only multiples of {step} up to "
+            f"{HEAD_DIMS[-1]} are; {ALTERNATIVE}"
+        )
     if spec.num_heads % spec.num_kv_heads:
         return (
             f"{spec.num_heads} attention heads are not a multiple of {spec.num_kv_heads} KV heads"
@@ -47,6 +45,11 @@ def unsupported_shape(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: in
     if block_size * spec.num_kv_heads * spec.head_dim >= MAX_STRIDE:
         return f"block_size {block_size} is too large for 32-bit strides"
     return ""
+
+
+def kernel_dim(head_dim: int) -> int:
+    """The head size of the kernel for such heads, which reads zeros of q behind them."""
+    return next(each for each in HEAD_DIMS if each >= head_dim)
 
 
 def unsupported_packed(
@@ -63,6 +66,12 @@ def unsupported_packed(
         return "it computes with fp8 queries over an fp8 KV cache, which is less accurate"
     if spec.soft_cap is not None:
         return "capped attention scores are not supported"
+    if spec.has_sinks:
+        return "it does not return the sums of scores, which attention sinks need"
+    if kernel_dim(spec.head_dim) != spec.head_dim:
+        return f"heads of {spec.head_dim} are computed as {kernel_dim(spec.head_dim)}, by FA2 only"
+    if spec.cache_head_dim not in (None, spec.head_dim):
+        return "layers with different head sizes are not supported"
     if spec.is_batch_invariant:
         return "it splits keys by the number of requests, which --batch-invariant excludes"
     return ""

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from adapters.attention.flashinfer.fit import kernel_dim
 from adapters.attention.flashinfer.ports import (
     CapturedWrapper,
     DeviceEvent,
@@ -22,6 +23,7 @@ from adapters.attention.flashinfer.ports import (
 from adapters.attention.flashinfer.tables import PageTableArena, PageTables
 from engine.worker.ports import AttentionSpec, KVTensors
 
+LN_2 = 0.6931471805599453
 NO_WINDOW = -1  # FlashInfer's value for full attention
 BLOCKS_PER_PROCESSOR = 2  # thread blocks that run at once; FlashInfer splits up to so many
 
@@ -37,6 +39,11 @@ class Geometry:
     @classmethod
     def of(cls, spec: AttentionSpec, cache: KVTensors) -> "Geometry":
         return cls(spec, cache.block_size, cache.keys[0].dtype)
+
+    @property
+    def head_dim(self) -> int:
+        """The head size of the kernel, of which a model's heads may be the first part."""
+        return kernel_dim(self.spec.head_dim)
 
     @property
     def window_left(self) -> int:
@@ -74,12 +81,27 @@ class Geometry:
         )
 
     def attend(
-        self, wrapper: RunsPaged, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor
+        self,
+        wrapper: RunsPaged,
+        q: Tensor,
+        pages: tuple[Tensor, Tensor],
+        out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
-        """Run a planned wrapper into `out`."""
+        """Run a planned wrapper into `out`.
+
+        A sink adds `exp(sink)` to the sum of a row's exponentiated scores: the row is divided by as
+        much more, `1 + exp(sink - ln(sum))`. The kernel returns the sums' logarithms to base 2.
+        """
         k_scale = self.spec.k_scale if self.is_scaled else None
         v_scale = self.spec.v_scale if self.is_scaled else None
-        wrapper.run(q, pages, k_scale=k_scale, v_scale=v_scale, out=out)
+        if sinks is None:
+            wrapper.run(q, pages, k_scale=k_scale, v_scale=v_scale, out=out)
+            return
+        sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        wrapper.run(q, pages, k_scale=k_scale, v_scale=v_scale, out=out, lse=sums, return_lse=True)
+        more = torch.sub(sinks, sums, alpha=LN_2).exp_().add_(1.0)
+        out.div_(more[:, :, None])
 
 
 class MixedLaunch:
@@ -105,7 +127,7 @@ class MixedLaunch:
 
     def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
         """Plan one step; `indices` are the requests' pages, int32 on the device."""
-        geometry, spec = self._geometry, self._geometry.spec
+        geometry = self._geometry
         if self._size:
             tables = tables.widened(self._size)
         self._staged.synchronize()
@@ -114,7 +136,7 @@ class MixedLaunch:
             paged_kv_indptr=arena.put(tables.kv_indptr),
             paged_kv_indices=indices,
             paged_kv_last_page_len=arena.put(tables.kv_last_page_len),
-            head_dim_qk=spec.head_dim,
+            head_dim_qk=geometry.head_dim,
             causal=True,  # aligned at the last key: later chunks see all earlier tokens
             non_blocking=True,
             seq_lens=arena.put(tables.kv_len),
@@ -125,9 +147,11 @@ class MixedLaunch:
         )
         self._staged.record()
 
-    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+    def run(
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None = None
+    ) -> None:
         """Attention of one layer into `out`."""
-        self._geometry.attend(self._wrapper, q, pages, out)
+        self._geometry.attend(self._wrapper, q, pages, out, sinks)
 
     def baked(self, library: Library) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""
@@ -154,13 +178,13 @@ class CapturedLaunch:
 
     def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
         """Plan one step; `indices` are the requests' pages, int32 on the device."""
-        geometry, spec = self._geometry, self._geometry.spec
+        geometry = self._geometry
         self._staged.synchronize()
         self.wrapper.plan(
             indptr=arena.put(tables.kv_indptr),
             indices=indices,
             last_page_len=arena.put(tables.kv_last_page_len),
-            head_dim=spec.head_dim,
+            head_dim=geometry.head_dim,
             non_blocking=True,
             seq_lens=arena.put(tables.kv_len),
             disable_split_kv=self._disables_splits,
@@ -168,9 +192,11 @@ class CapturedLaunch:
         )
         self._staged.record()
 
-    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+    def run(
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None = None
+    ) -> None:
         """Attention of one layer into `out`."""
-        self._geometry.attend(self.wrapper, q, pages, out)
+        self._geometry.attend(self.wrapper, q, pages, out, sinks)
 
     def baked(self, library: Library) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""
@@ -189,8 +215,10 @@ class Launch(Protocol):
         """Plan one step; `indices` are the requests' pages, int32 on the device."""
         ...
 
-    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """Attention of one layer into `out`."""
+    def run(
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None = None
+    ) -> None:
+        """Attention of one layer into `out`; q and `out` have the heads of the kernel."""
         ...
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from adapters.attention.flashinfer.fit import kernel_dim
 from engine.worker.ports import AttentionSpec
 
 LOOK_SECONDS = 0.5  # between looks for libraries that have appeared
@@ -52,7 +53,7 @@ def attention_modules(
     spec: AttentionSpec, kv_dtype: torch.dtype, page_size: int, *, with_xqa: bool
 ) -> list[Module]:
     """What the attention layers of one kind need."""
-    dtype, dim, window = spec.dtype, spec.head_dim, spec.window is not None
+    dtype, dim, window = spec.dtype, kernel_dim(spec.head_dim), spec.window is not None
     kernels = [fa2(dtype, kv_dtype, dim, window=window, soft_cap=spec.soft_cap is not None)]
     if with_xqa:
         group = spec.num_heads // spec.num_kv_heads

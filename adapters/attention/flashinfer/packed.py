@@ -79,8 +79,11 @@ class PackedLaunch:
         """Copy the tables of one step; `indices` are the requests' pages, int32 on the device."""
         self._tables.put(arena, tables, indices)
 
-    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+    def run(
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None = None
+    ) -> None:
         """Attention of one layer into `out`; q `[rows, heads, dim]` is contiguous."""
+        assert sinks is None, "this kernel is not used with sinks"
         geometry, rows = self._geometry, len(q)
         self._kernel(
             query=q,

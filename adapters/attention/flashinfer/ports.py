@@ -13,10 +13,11 @@ from torch import Tensor
 from engine.worker.cuda.kernels.reference import CacheRows
 from engine.worker.ports import AttentionSpec
 
-# RoPE of q, in place or into the last tensor, and of k on its way to the cache, with cosines and
-# sines `[tokens, rotated / 2]` or None.
+# RoPE of q, in place or into the last tensor, and of k, if any, on its way to the cache, with
+# cosines and sines `[tokens, rotated / 2]` or None.
 RopeAndCacheWrite = Callable[
-    [Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, CacheRows, Tensor | None], None
+    [Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, CacheRows, Tensor | None],
+    None,
 ]
 
 
@@ -47,10 +48,13 @@ class RunsPaged(Protocol):
         k_scale: float | None,
         v_scale: float | None,
         out: Tensor,
-    ) -> Tensor:
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> object:
         """Attention of q `[tokens, heads, dim]` over pages `[pages, page, kv heads, dim]`.
 
-        All dtypes are those given to `plan`; returns `out`.
+        All dtypes are those given to `plan`. With `return_lse` the logarithms to base 2 of the sums
+        of exponentiated scores are written to `lse`, float32 `[tokens, heads]`.
         """
         ...
 

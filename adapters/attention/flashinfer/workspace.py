@@ -72,7 +72,7 @@ class Workspaces:
         self.indices = library.on_device(sizes.pages + sizes.rows, torch.int32)
         parts, cuts = self._captured_bytes(geometry, sizes.rows)
         spec = geometry.spec
-        parts = max(parts, eager_bytes(library.num_processors, spec.num_heads, spec.head_dim))
+        parts = max(parts, eager_bytes(library.num_processors, spec.num_heads, geometry.head_dim))
         if parts > MAX_BYTES:
             raise StartupError(
                 f"max_batch_size={limits.max_requests} needs {parts // MIB:,} MiB of attention "
@@ -116,7 +116,7 @@ class Workspaces:
             indptr=torch.arange(size + 1, dtype=torch.int32),
             indices=self.indices[:size],
             last_page_len=ones,
-            head_dim=geometry.spec.head_dim,
+            head_dim=geometry.head_dim,
             seq_lens=ones,
             **geometry.plan_arguments(),
         )

@@ -7,6 +7,7 @@ total ─ × utilization ─▶ allowed = in use now (weights, context) │ larg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,7 @@ def measure(
 
 
 NUM_SPARE = 1  # blocks that padding rows write to
+MIN_KERNEL_DIM = 64  # the heads of attention kernels are powers of two from here on
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,12 @@ class GpuMemory:
 
     def kv(self, shape: ModelShape, num_blocks: int) -> KVTensors:
         """A zeroed KV cache `[layers, 2, blocks, block_size, kv_heads, head_dim]`, with a spare
-        block."""
-        sizes = self._sizes(shape, num_blocks + NUM_SPARE)
-        cache = torch.zeros(sizes, dtype=self.formats.kv_dtype, device=self.place)
+        block. Behind each block there is what its last head is narrower than a kernel's."""
+        layers, both, blocks, *block = self._sizes(shape, num_blocks + NUM_SPARE)
+        behind = max(MIN_KERNEL_DIM, 1 << (shape.head_dim - 1).bit_length()) - shape.head_dim
+        sizes = (layers, both, blocks, prod(block) + behind)
+        whole = torch.zeros(sizes, dtype=self.formats.kv_dtype, device=self.place)
+        cache = whole[..., : prod(block)].view(layers, both, blocks, *block)
         return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]), NUM_SPARE)
 
     def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:

@@ -66,12 +66,17 @@ def _rope() -> Iterator[Variant]:
     pointers |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64"}
     pointers |= {"k_factor": "fp32", "v_factor": "fp32"}
     shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "BLOCK_HEADS": 8}
-    shape |= {"HALF": 64, "ROTATED": 64, "BLOCK_HALF": 64}
-    for kept in ("bf16", "fp8e4nv"):
+    shape |= {"HALF": 64, "ROTATED": 64, "BLOCK_HALF": 64, "Q_OUT_DIM": 128, "PAGE": 16}
+    module = "rope_and_cache_write"
+    for name, kept, changes in (
+        ("bf16", "bf16", {}),
+        ("fp8e4nv", "fp8e4nv", {}),
+        ("heads of 80", "bf16", {"HALF": 40, "ROTATED": 40}),
+        ("q alone", "bf16", {"NUM_KV_HEADS": 0}),
+    ):
         types = pointers | {"keys": f"*{kept}", "values": f"*{kept}"}
-        constants = {**shape, "IS_FP8": kept != "bf16", "WRITES_Q": True}
-        module = "rope_and_cache_write"
-        yield Variant(module, "kernel", f"{module} {kept}", types, constants, {"num_warps": 4})
+        constants = {**shape, "IS_FP8": kept != "bf16", "WRITES_Q": True, **changes}
+        yield Variant(module, "kernel", f"{module} {name}", types, constants, {"num_warps": 4})
 
 
 def _rows() -> Iterator[Variant]:

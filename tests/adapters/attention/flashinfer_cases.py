@@ -10,12 +10,12 @@ from adapters.attention.flashinfer.backend import FlashInferAttention
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layout import LayoutLimits, build_layout
-from engine.worker.ports import AttentionSpec, KVTensors, RaggedLayout, StepLimits
+from engine.worker.ports import AttentionSpec, KVTensors, ModelShape, RaggedLayout, StepLimits
+from tests.attention_backends import gpu_cache
 from tests.flashinfer_stand_in import StandIn
 
 LIMITS = StepLimits(max_requests=8, max_tokens=128, max_model_len=128)
 MAX_POSITIONS = 1 << 20
-SPARE = 1
 
 
 class Made(NamedTuple):
@@ -104,16 +104,19 @@ def make(
     limits: StepLimits = LIMITS,
     is_batch_invariant: bool = False,
     capability: tuple[int, int] = (8, 0),
+    dim: int = 8,
     choices: str = "",
     kind: type[FlashInferAttention] | None = None,
 ) -> Made:
-    """With a spare page behind the others; four heads share two of keys and values."""
-    pages = torch.zeros((num_pages + SPARE, 2, page_size, 2, 8))
-    pages.normal_(generator=torch.Generator().manual_seed(0))
-    keys, values = pages.to(kv_dtype).permute(1, 0, 2, 3, 4).contiguous()
-    cache = KVTensors((keys,), (values,), SPARE)
+    """With a spare page behind the others; four heads share two of keys and values, narrower than
+    a kernel's."""
+    shape = ModelShape(1, 4, 2, dim, 1, 1, 1, 1, 1)
+    cache = gpu_cache(shape, num_pages, page_size, kv_dtype)
+    generator = torch.Generator().manual_seed(0)
+    for pages in (*cache.keys, *cache.values):
+        pages.copy_(torch.randn(pages.shape, generator=generator).to(kv_dtype))
     spec = AttentionSpec(
-        4, 2, 8, 0.3, window, dtype, *scales, limits, is_batch_invariant, choices=choices
+        4, 2, dim, 0.3, window, dtype, *scales, limits, is_batch_invariant, choices=choices
     )
     stand_in = StandIn(capability=capability)
     kind = kind or FlashInferAttention

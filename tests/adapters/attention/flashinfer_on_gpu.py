@@ -19,7 +19,8 @@ from adapters.attention.flashinfer.backend import (
     XqaFlashInferAttention,
 )
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.ports import AttentionSpec, KVTensors, RaggedLayout, RopeAngles, StepLimits
+from engine.worker.ports import AttentionSpec, ModelShape, RaggedLayout, RopeAngles, StepLimits
+from tests.attention_backends import gpu_cache
 
 FP8 = torch.float8_e4m3fn
 LIMITS = StepLimits(max_requests=256, max_tokens=4096, max_model_len=8192)
@@ -62,6 +63,7 @@ class Shape:
     window: int | None = None
     decode: str = "fa2"  # XQA is compiled for each shape, which takes a minute
     scales: tuple[float, float] = (1.0, 1.0)
+    has_sinks: bool = False
 
     @property
     def kept(self) -> torch.dtype:
@@ -73,10 +75,10 @@ class OnGpu:
 
     def __init__(self, shape: Shape, num_pages: int, limits: StepLimits = LIMITS) -> None:
         self.shape = shape
-        sizes = (2, num_pages + 1, shape.page_size, shape.kv_heads, shape.dim)
-        pages = torch.full(sizes, nan, device="cuda").to(shape.kept)
-        pages[:, -1] = 0.0
-        self.cache = KVTensors((pages[0],), (pages[1],), 1)
+        sizes = ModelShape(1, shape.heads, shape.kv_heads, shape.dim, 1, 1, 1, 1, 1)
+        self.cache = gpu_cache(sizes, num_pages, shape.page_size, shape.kept, "cuda")
+        for pages in (*self.cache.keys, *self.cache.values):
+            pages[:-1] = torch.full_like(pages[:-1], nan, dtype=torch.float32).to(shape.kept)
         self.spec = AttentionSpec(
             shape.heads,
             shape.kv_heads,
@@ -86,7 +88,9 @@ class OnGpu:
             shape.dtype,
             *shape.scales,
             limits,
+            has_sinks=shape.has_sinks,
         )
+        self.sinks = torch.linspace(-2, 4, shape.heads, device="cuda") if shape.has_sinks else None
         kind = DECODES[shape.decode]
         self.attention = kind(self.spec, self.cache, NativeThreadPool(1))
         self._generator = torch.Generator("cuda").manual_seed(0)
@@ -101,10 +105,11 @@ class OnGpu:
             pages = torch.from_numpy(layout.kv_indices).long().cuda()
             stale = torch.full((len(pages), *cache.shape[1:]), self._stale, device="cuda")
             _put(cache, pages, stale)
-            slots = cache.view(-1, *cache.shape[2:])
+            size = cache.shape[1]
             for i in range(layout.num_requests):
                 cached = _cached_slots(layout, i)
-                _put(slots, cached, self.noise(len(cached), *cache.shape[2:]))
+                rows = self.noise(len(cached), *cache.shape[2:])
+                _put(cache, (cached // size, cached % size), rows)
 
     def step(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """New q, k and v, side by side."""
@@ -117,7 +122,7 @@ class OnGpu:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None = None) -> Tensor:
         with torch.inference_mode(), poisoned():
-            return self.attention.run(0, q, k, v, turn)
+            return self.attention.run(0, q, k, v, turn, self.sinks)
 
     def expected(self, layout: RaggedLayout, q: Tensor) -> Tensor:
         """Attention in float32 over what lies in the cache, one request after the other."""
@@ -143,15 +148,18 @@ class OnGpu:
         back = ends[:, None] - torch.arange(length, device="cuda")
         hidden = (back < 0) | (back >= (shape.window or length))
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.spec.scale
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if self.sinks is not None:
+            column = self.sinks[:, None, None].expand(-1, len(q), 1)
+            scores = torch.cat((scores, column), dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v)
 
     @property
     def _stale(self) -> float:
         return MAX_FP8 if self.shape.kept == FP8 else STALE
 
 
-def _put(into: Tensor, at: Tensor, rows: Tensor) -> None:
+def _put(into: Tensor, at: Tensor | tuple[Tensor, Tensor], rows: Tensor) -> None:
     """As bytes, since indexing does not know 8-bit floats."""
     into.view(torch.uint8)[at] = rows.to(into.dtype).view(torch.uint8)
 

@@ -30,7 +30,7 @@ STEP = Paged(((7, 1), (30, 1), (12, 1)), 16)
 
 def on_hopper(**changes: Any) -> Made:
     """A backend over 60 pages of 16 tokens."""
-    options: dict[str, Any] = {"capability": HOPPER, "dtype": HALF, "kv_dtype": HALF}
+    options: dict[str, Any] = {"capability": HOPPER, "dtype": HALF, "kv_dtype": HALF, "dim": 64}
     return make(60, 16, **{**options, **changes})
 
 
@@ -39,7 +39,7 @@ def step(made: Made, size: int, paged: Paged = STEP) -> torch.Tensor:
     made.attention.plan_captured(padded(paged.layout(), size, spare_block=60))
     made.stand_in.catch_up()
     generator = torch.Generator().manual_seed(3)
-    qkv = torch.randn((size, 8, 8), generator=generator).to(made.spec.dtype)
+    qkv = torch.randn((size, 8, 64), generator=generator).to(made.spec.dtype)
     q, k, v = torch.split(qkv, [4, 2, 2], dim=1)
     return made.attention.run(0, q, k, v, None)[: len(paged.requests)]
 
@@ -86,7 +86,7 @@ def test_the_faster_kernel_is_used_and_the_log_names_times(
         assert kernel(made, 4) == "xqa"
     (line,) = [each for each in caplog.messages if each.startswith("decode attention of")]
     assert line == (
-        "decode attention of 4 decodes, 4/2 heads of 8, bfloat16, pages of 16: xqa (a layer "
+        "decode attention of 4 decodes, 4/2 heads of 64, bfloat16, pages of 16: xqa (a layer "
         "takes fa2 2000000.0 us at 128; xqa 1000000.0 us at 128)"
     )
     made.stand_in.slowness["xqa"] = 1.99  # less than MIN_GAIN
@@ -99,7 +99,7 @@ def test_a_later_start_uses_the_file_and_measures_nothing(tmp_path: Path) -> Non
     (path,) = tmp_path.glob("*attention.json")
     assert path.name == "standing-gpu-flashinfer-0-decode-attention.json"
     assert json.loads(path.read_text()) == {
-        "4 decodes, 4/2 heads of 8, bfloat16, pages of 16": "xqa"
+        "4 decodes, 4/2 heads of 64, bfloat16, pages of 16": "xqa"
     }
     made = on_hopper(choices=str(tmp_path))
     made.stand_in.slowness["xqa"] = 9.0
@@ -205,6 +205,9 @@ def test_what_a_graph_contains_does_not_change_while_requests_grow() -> None:
         ({}, torch.float8_e4m3fn, 16, (9, 0), "it computes with fp8 queries over an fp8 KV cache"),
         ({"soft_cap": 50.0}, HALF, 16, (9, 0), "capped attention scores are not supported"),
         ({"is_batch_invariant": True}, HALF, 16, (9, 0), "which --batch-invariant excludes"),
+        ({"has_sinks": True}, HALF, 16, (9, 0), "the sums of scores, which attention sinks need"),
+        ({"head_dim": 96}, HALF, 16, (9, 0), "heads of 96 are computed as 128, by FA2 only"),
+        ({"cache_head_dim": 256}, HALF, 16, (9, 0), "layers with different head sizes are not"),
     ],
 )
 def test_what_the_kernel_does_not_support_is_named(
@@ -214,7 +217,8 @@ def test_what_the_kernel_does_not_support_is_named(
     capability: tuple[int, int],
     reason: str,
 ) -> None:
-    made = AttentionSpec(32, 8, 128, 1.0, **{"window": None, "dtype": HALF, **spec})
+    given = {"head_dim": 128, "window": None, "dtype": HALF, **spec}
+    made = AttentionSpec(32, 8, scale=1.0, **given)
     line = unsupported_packed(made, kv_dtype, page, capability)
     assert reason in line
     assert bool(reason) == bool(line)

@@ -24,7 +24,17 @@ def spec(
 @pytest.mark.parametrize("page_size", [1, 16, 24])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"),
-    [(12, 12, 64), (14, 2, 64), (28, 4, 128), (40, 8, 128), (64, 1, 256)],
+    [
+        (12, 12, 64),
+        (14, 2, 64),
+        (28, 4, 128),
+        (40, 8, 128),
+        (64, 1, 256),
+        (32, 32, 80),  # Phi-2
+        (32, 32, 96),  # Phi-3-mini
+        (16, 16, 192),  # MLA, expanded
+        (8, 1, 512),  # Gemma 4
+    ],
 )
 def test_the_shapes_of_the_families_fit(
     heads: int, kv_heads: int, head_dim: int, page_size: int, kv_dtype: torch.dtype
@@ -38,7 +48,9 @@ def test_the_shapes_of_the_families_fit(
         (spec(dtype=torch.float32), torch.float32, "dtype float32 .*--attention reference"),
         (spec(), torch.float16, "a KV cache in float16 with dtype bfloat16 .*--kv-cache-dtype"),
         (spec(dtype=torch.float16), HALF, "a KV cache in bfloat16 with dtype float16"),
-        (spec(head_dim=80), HALF, "head_dim 80 .*64, 128, 256.*--attention reference"),
+        (spec(head_dim=84), HALF, "head_dim 84 .*multiples of 8 up to 512 .*--attention reference"),
+        (spec(head_dim=88), FP8, "head_dim 88 .*multiples of 16 up to 512 are"),
+        (spec(head_dim=520), HALF, "head_dim 520 .*--attention reference"),
         (spec(heads=10, kv_heads=4), HALF, "10 attention heads are not a multiple of 4 KV heads"),
     ],
 )

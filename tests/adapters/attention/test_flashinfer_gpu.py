@@ -29,6 +29,11 @@ VARIANTS = [
     replace(LLAMA, window=100),
     replace(LLAMA, kv_dtype=FP8),
     replace(LLAMA, kv_dtype=FP8, scales=(0.5, 2.0)),
+    Shape(64, 8, 64, window=128, has_sinks=True),  # gpt-oss
+    Shape(32, 32, 96),  # Phi-3-mini
+    Shape(32, 32, 80),  # Phi-2
+    Shape(16, 16, 192),  # MLA, expanded
+    Shape(8, 1, 512),  # Gemma 4
 ]
 
 
@@ -105,7 +110,7 @@ def test_the_step_that_is_planned_ahead_does_not_touch_the_one_that_runs() -> No
     for layout, (q, k, v) in zip(layouts, inputs, strict=True):
         slots = torch.from_numpy(layout.slots).cuda()
         for cache, rows in zip(whole, (k, v), strict=True):
-            cache.view(-1, *cache.shape[2:])[slots] = rows
+            cache[slots // 16, slots % 16] = rows
         expected.append(gpu.expected(layout, q))
     for cache, before in zip(whole, kept, strict=True):
         cache.copy_(before)

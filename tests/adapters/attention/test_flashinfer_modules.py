@@ -25,6 +25,12 @@ def test_xqa_is_compiled_beside_fa2_where_it_may_be_used(
     kind: type[FlashInferAttention], capability: tuple[int, int], with_xqa: bool
 ) -> None:
     made = make(
-        60, 16, capability=capability, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, kind=kind
+        60,
+        16,
+        capability=capability,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        dim=64,
+        kind=kind,
     )
     assert made.stand_in.compiled == [(16, with_xqa)]

@@ -18,8 +18,9 @@ from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import DeviceEvent
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layout import blank_layout, padded
-from engine.worker.ports import AttentionSpec, KVTensors
+from engine.worker.ports import AttentionSpec, KVTensors, ModelShape
 from tests.adapters.attention.flashinfer_cases import LIMITS, Made, Paged, make
+from tests.attention_backends import gpu_cache
 from tests.flashinfer_stand_in import StandIn
 
 
@@ -93,7 +94,7 @@ def test_wrappers_are_made_and_heads_turned_as_their_signatures_say(library: Mod
 
 def test_packed_decodes_are_called_as_their_signature_says(library: ModuleType) -> None:
     made = make(
-        60, 16, capability=(9, 0), dtype=torch.bfloat16, kv_dtype=torch.bfloat16,
+        60, 16, capability=(9, 0), dtype=torch.bfloat16, kv_dtype=torch.bfloat16, dim=64,
         kind=XqaFlashInferAttention,
     )  # fmt: skip
     made.attention.plan_captured(padded(Paged(((7, 1),), 16).layout(), 2, spare_block=60))
@@ -202,6 +203,34 @@ def kernels(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     for module in (library.prefill, library.decode):
         monkeypatch.setattr(module, "get_batch_prefill_module", partial(asked, found))
     return found
+
+
+def test_heads_with_sinks_that_are_narrower_than_a_kernels_reach_it(kernels: Kernels) -> None:
+    """Keys of 80 numbers are read as 128, of which the others belong to the next head."""
+    cache = gpu_cache(ModelShape(1, 4, 2, 80, 1, 1, 1, 1, 1), 60, 4, torch.bfloat16)
+    spec = AttentionSpec(
+        4, 2, 80, 0.125, None, torch.bfloat16, limits=LIMITS, has_sinks=True, cache_head_dim=80
+    )
+    attention = FlashInferAttention(
+        spec, cache, NativeThreadPool(1), OnCpu(torch.device("cpu"), torch.bfloat16, "")
+    )
+    decodes = padded(Paged(((7, 1), (30, 1)), 4).layout(), 4, spare_block=60)
+    prompt = Paged(((7, 1), (30, 3)), 4).layout()
+    for plan, layout in ((attention.plan, prompt), (attention.plan_captured, decodes)):
+        q, k, v = torch.split(torch.ones((4, 8, 80), dtype=torch.bfloat16), [4, 2, 2], dim=1)
+        with torch.inference_mode():
+            plan(layout)
+            out = attention.run(0, q, k, v, None, torch.zeros(4))
+        assert out.shape == (4, 4, 80)
+        query, keys, values = kernels.runs[-1][3:6]
+        assert query.shape == (4, 4, 128)
+        assert torch.equal(query[..., :80], q)
+        assert not query[..., 80:].any()
+        assert keys.shape == values.shape == (61, 4, 2, 128)
+        assert keys.stride() == values.stride() == (4 * 2 * 80 + 48, 2 * 80, 80, 1)
+        sums = kernels.runs[-1][11]
+        assert (sums.shape, sums.dtype) == ((4, 4), torch.float32)
+    assert {module[5:7] for module in kernels.modules} == {(128, 128)}
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -82,7 +82,7 @@ class Trial:
             qkv = self.noise(3, 8, 64)
             q, k, v = torch.split(qkv, [4, 2, 2], dim=1)
             keys, values = (
-                torch.zeros(9, 2, 64, dtype=self.dtype, device=self.place) for _ in "kv"
+                torch.zeros(3, 3, 2, 64, dtype=self.dtype, device=self.place) for _ in "kv"
             )
             slots = torch.tensor([4, 0, 7], device=self.place)
             write(q, k, v, pair, CacheRows(slots, keys, values))

@@ -62,41 +62,47 @@ class RowBlocks(NamedTuple):
 
 
 class CacheRows(NamedTuple):
-    """The rows to which the keys and values of a step go: slot `slots[t]` of one layer's cache."""
+    """The rows to which the keys and values of a step go: slot `slots[t]` of one layer's cache,
+    whose heads of a token are adjacent, as are the tokens of a page."""
 
     slots: Tensor  # int64 [tokens]
-    keys: Tensor  # [slots, kv heads, dim]
-    values: Tensor  # the same
+    keys: Tensor  # [pages, tokens of a page, kv heads, dim]
+    values: Tensor  # the same, with the same strides
     k_scale: float = 1.0  # fp8 only: what the cache keeps is key / k_scale
     v_scale: float = 1.0
 
 
 def rope_and_cache_write(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     angles: tuple[Tensor, Tensor] | None,
     cache: CacheRows,
     q_out: Tensor | None = None,
 ) -> None:
-    """Rotate q in place, or into `q_out`; write the rotated k and v to the cache. All
-    `[tokens, heads, dim]`.
+    """Rotate q in place, or into `q_out`; write the rotated k and v, if any, to the cache. All
+    `[tokens, heads, dim]`. Heads of `q_out` may have more dimensions, which get zeros.
 
     `angles` are cosines and sines `[tokens, rotated / 2]`; the two halves of the first `rotated`
     dimensions are the pairs. None: nothing is rotated. k is rounded to its own dtype before it is
     converted to fp8.
     """
-    if angles is not None:
-        (q if q_out is None else q_out).copy_(_rotated(q, *angles))
-        k = _rotated(k, *angles)
-    elif q_out is not None:
-        q_out.copy_(q)
+    turned = q if angles is None else _rotated(q, *angles)
+    if q_out is not None:
+        q_out.zero_()
+        q_out[..., : q.shape[-1]] = turned
+    elif angles is not None:
+        q.copy_(turned)
+    if k is None or v is None:
+        return
+    k = k if angles is None else _rotated(k, *angles)
+    size = cache.keys.shape[1]
+    at = cache.slots // size, cache.slots % size
     for rows, pages, scale in ((k, cache.keys, cache.k_scale), (v, cache.values, cache.v_scale)):
         if pages.dtype == FP8:
-            kept = fp8_of(rows, scale).view(torch.uint8)
-            pages.view(torch.uint8).index_copy_(0, cache.slots, kept)
+            pages.view(torch.uint8)[at] = fp8_of(rows, scale).view(torch.uint8)
         else:
-            pages.index_copy_(0, cache.slots, rows)
+            pages[at] = rows
 
 
 def fp8_of(rows: Tensor, scale: float) -> Tensor:

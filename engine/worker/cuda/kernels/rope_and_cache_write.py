@@ -4,7 +4,8 @@ It replaces three launches: RoPE of q and k, and one indexed copy each for keys 
 program handles a block of heads of one token; the rotated k goes to the cache only.
 
 Dimensions are handled in pairs: `ROTATED` pairs are turned, and lie in the first `2 * ROTATED`
-dimensions of a head; the pairs of the others are only copied.
+dimensions of a head; the pairs of the others are only copied. Heads of `q_out` may be wider, and
+get zeros there. Pages of the cache may lie apart.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -33,12 +34,15 @@ def kernel(
     q_out_stride,
     k_stride,
     v_stride,
+    page_stride,
     angle_stride,
     k_factor,
     v_factor,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    Q_OUT_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
     ROTATED: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -59,19 +63,24 @@ def kernel(
         if WRITES_Q:
             heads = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
             mask = (heads < NUM_HEADS) & (pair < HALF)
-            inside = heads * (2 * HALF) + dims
-            at = q + token * q_stride + inside
+            at = q + token * q_stride + heads * (2 * HALF) + dims
             first, second = _rotated(at, mask, cos + angle, sin + angle, is_turned, gap, ROTATED)
-            q_at = q_out + token * q_out_stride + inside
-            tl.store(q_at, first.to(q.dtype.element_ty), mask=mask)
-            tl.store(q_at + gap, second.to(q.dtype.element_ty), mask=mask)
+            q_at = q_out + token * q_out_stride + heads * Q_OUT_DIM
+            tl.store(q_at + dims, first.to(q.dtype.element_ty), mask=mask)
+            tl.store(q_at + dims + gap, second.to(q.dtype.element_ty), mask=mask)
+            for start in tl.static_range(2 * HALF, Q_OUT_DIM, BLOCK_HALF):
+                behind = start + pair
+                is_there = (heads < NUM_HEADS) & (behind < Q_OUT_DIM)
+                zeros = tl.zeros([BLOCK_HEADS, BLOCK_HALF], q.dtype.element_ty)
+                tl.store(q_at + behind, zeros, mask=is_there)
     else:
         is_key = block < Q_BLOCKS + KV_BLOCKS
         block -= tl.where(is_key, Q_BLOCKS, Q_BLOCKS + KV_BLOCKS)
         heads = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
         mask = (heads < NUM_KV_HEADS) & (pair < HALF)
         inside = heads * (2 * HALF) + dims
-        to = tl.load(slots + token) * (NUM_KV_HEADS * 2 * HALF) + inside
+        slot = tl.load(slots + token)
+        to = slot // PAGE * page_stride + slot % PAGE * (NUM_KV_HEADS * 2 * HALF) + inside
         if is_key:
             at = k + token * k_stride + inside
             left, right = _rotated(at, mask, cos + angle, sin + angle, is_turned, gap, ROTATED)
@@ -116,8 +125,8 @@ def _stored(rows, factor, dtype: tl.constexpr, IS_FP8: tl.constexpr):
 
 def rope_and_cache_write(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     angles: tuple[Tensor, Tensor] | None,
     cache: CacheRows,
     q_out: Tensor | None = None,
@@ -125,10 +134,13 @@ def rope_and_cache_write(
     """See `reference.rope_and_cache_write`; heads of a token are adjacent, tokens may be
     strided."""
     tokens, num_heads, dim = q.shape
-    num_kv_heads, half = k.shape[1], dim // 2
+    half = dim // 2
+    num_kv_heads = 0 if k is None else k.shape[1]
+    k, v = (q if k is None else k), (q if v is None else v)
     block_half = triton.next_power_of_2(half)
     block_heads = max(1, BLOCK_ELEMENTS // (2 * block_half))
     cos, sin = (q, q) if angles is None else angles
+    to = q if q_out is None else q_out
     blocks = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)
     kernel[(tokens, blocks)](
         q,
@@ -139,17 +151,20 @@ def rope_and_cache_write(
         cache.slots,
         cache.keys,
         cache.values,
-        q if q_out is None else q_out,
+        to,
         q.stride(0),
-        q.stride(0) if q_out is None else q_out.stride(0),
+        to.stride(0),
         k.stride(0),
         v.stride(0),
+        cache.keys.stride(0),
         cos.stride(0),
         1 / cache.k_scale,
         1 / cache.v_scale,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
+        Q_OUT_DIM=to.shape[2],
+        PAGE=cache.keys.shape[1],
         ROTATED=0 if angles is None else cos.shape[1],
         BLOCK_HALF=block_half,
         BLOCK_HEADS=block_heads,

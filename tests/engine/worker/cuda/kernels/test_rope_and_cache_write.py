@@ -49,8 +49,11 @@ class Case:
     ) -> "Case":
         tokens, half = len(slots), (rotated or shape.dim) // 2
         qkv = noise(tokens, shape.heads + 2 * shape.kv_heads, shape.dim, dtype=dtype)
+        page = 16 * shape.kv_heads * shape.dim
         pages = [
-            noise(64, shape.kv_heads, shape.dim, seed=seed, dtype=torch.float32).to(kept)
+            noise(4, page + 32, seed=seed, dtype=torch.float32)  # pages lie apart
+            .to(kept)[:, :page]
+            .view(4, 16, shape.kv_heads, shape.dim)
             for seed in (1, 2)
         ]
         inverse = 1 / 10_000.0 ** (torch.arange(half) / half)
@@ -78,13 +81,14 @@ def check(case: Case) -> None:
     reference.rope_and_cache_write(*plain.parts(), plain.angles, plain.cache)
     torch.testing.assert_close(case.parts()[0], plain.parts()[0], rtol=1e-2, atol=1e-2)
     slots = case.cache.slots
-    others = torch.ones(len(case.cache.keys), dtype=torch.bool).index_fill_(0, slots, False)
+    others = torch.ones(64, dtype=torch.bool).index_fill_(0, slots, False)
     for found, wanted, old in zip(
         case.cache[1:3], plain.cache[1:3], before.cache[1:3], strict=True
     ):
         assert isinstance(found, Tensor)
         assert isinstance(wanted, Tensor)
         assert isinstance(old, Tensor)
+        found, wanted, old = (each.flatten(0, 1) for each in (found, wanted, old))
         relative = 0.13 if found.dtype == FP8 else 1e-2  # a step of 3 mantissa bits
         kept = found[slots].float(), wanted[slots].float()
         torch.testing.assert_close(*kept, rtol=relative, atol=1e-2)
@@ -124,6 +128,30 @@ def test_q_can_go_to_a_contiguous_tensor_and_stays_as_it_was(has_rope: bool) -> 
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
     assert torch.equal(q, before)
     torch.testing.assert_close(case.cache.keys, plain.cache.keys, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("has_rope", [False, True])
+def test_heads_of_q_can_be_widened_with_zeros(has_rope: bool) -> None:
+    """Attention kernels know few head sizes."""
+    case = Case.of(SHAPES[4], [5, 63, 0], torch.float16, dtype=torch.float16, has_rope=has_rope)
+    plain = case.copy()
+    found, wanted = (torch.full((3, 3, 128), torch.nan, dtype=torch.float16) for _ in range(2))
+    rope.rope_and_cache_write(*case.parts(), case.angles, case.cache, found)
+    reference.rope_and_cache_write(*plain.parts(), plain.angles, plain.cache, wanted)
+    assert torch.equal(found[..., 80:], torch.zeros(3, 3, 48, dtype=torch.float16))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(case.cache.keys, plain.cache.keys, rtol=1e-3, atol=1e-3)
+
+
+def test_layers_that_read_the_kv_of_others_rotate_q_only() -> None:
+    case = Case.of(SHAPES[1], [5, 63, 0], torch.bfloat16)
+    q, before = case.parts()[0], case.copy()
+    wanted = before.parts()[0].clone()
+    rope.rope_and_cache_write(q, None, None, case.angles, case.cache)
+    reference.rope_and_cache_write(wanted, None, None, case.angles, before.cache)
+    torch.testing.assert_close(q, wanted, rtol=1e-2, atol=1e-2)
+    assert torch.equal(case.cache.keys, before.cache.keys)
+    assert torch.equal(case.parts()[1], before.parts()[1])
 
 
 @settings(deadline=None, max_examples=10)

@@ -36,7 +36,7 @@ from tests.engine.worker.cuda.model.test_operators import StandingKernels
 from tests.flashinfer_stand_in import StandIn
 
 CPU = torch.device("cpu")
-HEADS, KV_HEADS, DIM, HIDDEN, INNER = 4, 2, 16, 64, 96
+HEADS, KV_HEADS, DIM, HIDDEN, INNER = 2, 2, 64, 64, 96
 ROWS = 8
 PAGES = 40
 MOVES_NO_DATA = {
