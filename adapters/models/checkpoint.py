@@ -53,12 +53,20 @@ def read_json(path: Path) -> dict[str, object]:
     return value
 
 
+MODELOPT_FILE = "hf_quant_config.json"  # of ModelOpt, which older versions wrote it alone
+
+
 def read_config(directory: Path, mmproj: Path | None = None) -> dict[str, object]:
     """config.json of a checkpoint; for a GGUF file it is built from the metadata, with that of the
     file of its image encoder, if there is one."""
     if mmproj is not None:
         return read_joined(directory, mmproj)
-    return _document(directory, "config.json")
+    config, apart = _document(directory, "config.json"), directory / MODELOPT_FILE
+    if "quantization_config" not in config and apart.is_file():
+        scheme = read_json(apart).get("quantization")
+        if isinstance(scheme, dict):
+            config["quantization_config"] = {"quant_method": "modelopt", **scheme}
+    return config
 
 
 def read_generation_config(directory: Path) -> dict[str, object]:

@@ -20,6 +20,7 @@ DOWNLOADED = (
     "*.safetensors.index.json",
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -2,9 +2,9 @@
 
 Supported are W8A8 as `compressed-tensors` writes it (int8 weights, one scale per output channel,
 activations quantized at run time), int4 weights with scales of groups: `compressed-tensors`'
-`pack-quantized`, GPTQ and AWQ; FP8 weights, which are widened (`quant_method` fp8, and
-`compressed-tensors`' `float-quantized`); and experts in MXFP4 (gpt-oss). Every other scheme is
-rejected with an error that names the field.
+`pack-quantized`, GPTQ and AWQ; FP8 weights (`quant_method` fp8, `compressed-tensors`'
+`float-quantized`, ModelOpt's FP8); and experts in MXFP4 (gpt-oss). Every other scheme is rejected
+with an error that names the field.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,12 +30,17 @@ def stored_scheme(config: Mapping[str, object]) -> str:
             f"{scheme.where}: quant_method='bitsandbytes' is not supported, since only its own "
             "library reads its weights; serve the original checkpoint with --weights int8 or int4"
         )
-    _require(scheme, "quant_method", "compressed-tensors", "gptq", "awq", "fp8", "mxfp4")
+    known = "compressed-tensors", "gptq", "awq", "fp8", "modelopt", "mxfp4"
+    _require(scheme, "quant_method", *known)
     if method == "mxfp4":
         return "mxfp4"
     if method == FP8:
         _require(scheme, "fmt", "e4m3", "float8_e4m3fn", None)
         fp8_block(config)
+        return FP8
+    if method == "modelopt":
+        # Of a KV cache in 8 bits there are scales, which a cache in 16 bits needs not.
+        _require(scheme, "quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
         return FP8
     if method == "gptq":
         return _check_gptq(scheme)
@@ -86,7 +91,8 @@ def _check_compressed_tensors(scheme: Fields) -> str:
     _require(scheme, "format", *CHECKS)
     stored, check = CHECKS[str(scheme.get("format"))]
     _require(scheme, "quantization_status", "compressed", None)
-    scheme.reject_unless("kv_cache_scheme")
+    if scheme.get("format") != FLOAT8:  # then the KV cache has 16 bits, and needs no scales
+        scheme.reject_unless("kv_cache_scheme")
     for name in ("sparsity_config", "transform_config"):
         if scheme.get(name) not in (None, {}):
             raise StartupError(f"{scheme.where}: {name} is not supported")

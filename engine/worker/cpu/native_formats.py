@@ -20,6 +20,7 @@ from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import choose_dtype
 from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES
 from engine.worker.ports import LinearFormat, PreferredFormat, Weight
+from engine.worker.weights.formats.fp8 import FP8
 from engine.worker.weights.formats.int4 import GROUP, INT4, int4_weight
 from engine.worker.weights.formats.int8 import INT8, Int8Weight
 from engine.worker_settings import Kernels
@@ -51,7 +52,7 @@ def weight_formats(
         known = ", ".join(("auto", *FORMATS))
         raise StartupError(f"--weights {weights!r} is not supported on cpu; known: {known}")
     if weights == "auto" and not is_plain:
-        if preferred.stored:
+        if preferred.stored and FP8 not in preferred.stored:
             return preferred.stored, floats
         return (), preferred.format or floats
     weights = floats if weights == "auto" else weights

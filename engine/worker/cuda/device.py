@@ -10,7 +10,7 @@ import torch
 from engine.errors import StartupError
 from engine.transport.process_memory import available_bytes
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
-from engine.worker.cuda.formats import kv_format, reported, weight_format
+from engine.worker.cuda.formats import kv_format, reported, weight_format, why_not_fp8
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, load
 from engine.worker.cuda.memory import GpuMemory, check_weights, fitting, measure
@@ -158,6 +158,7 @@ class CudaDevice:
             triton.quantization,
             triton.gemm,
             triton.four_bit,
+            triton.fp8_weights,
             self._settings.kernels.batch_invariant,
         )
         self._operators = CudaOperators(
@@ -168,6 +169,7 @@ class CudaDevice:
             fast,
             DeviceSampling(self._gpu.put, triton.sampling.sample) if triton.sampling else None,
             self._others,
+            multiplies_fp8=why_not_fp8(self._gpu, self.formats.dtype) == "",
         )
         return self._operators
 

@@ -21,8 +21,10 @@ def weight_format(
     if asked == "auto" and preferred is not None:
         if not FORMATS_IN_4_BITS.isdisjoint(preferred.stored):
             return STORED
-        if preferred.format is not None:
-            return STORED if preferred.stored == (preferred.format,) else preferred.format
+        known = LINEARS.keys() if dtype is not torch.float32 else {"int8"}
+        if preferred.stored and known >= {*preferred.stored}:
+            return STORED
+        asked = preferred.format or own
     if asked in ("auto", own):
         return own
     if asked not in LINEARS:
@@ -30,14 +32,8 @@ def weight_format(
         raise StartupError(
             f"--weights {asked!r} is not supported on cuda with dtype {own}; known: {known}"
         )
-    if asked == "fp8" and gpu.capability < FP8_BY_ROW:
-        major, minor = gpu.capability
-        raise StartupError(
-            f"--weights 'fp8' needs a GPU of compute capability 9.0 (Hopper) or later, and "
-            f"{gpu.model} has {major}.{minor}; int8 runs there"
-        )
-    if asked == "fp8" and dtype is not torch.bfloat16:
-        raise StartupError(f"--weights 'fp8' needs --dtype bfloat16, not {own}")
+    if asked == "fp8" and (reason := why_not_fp8(gpu, dtype)):
+        raise StartupError(f"--weights 'fp8' needs {reason}")
     return asked
 
 
@@ -46,8 +42,20 @@ def reported(format: str, dtype: torch.dtype, preferred: PreferredFormat | None)
     if format != STORED or preferred is None:
         return format
     others = preferred.format or name_of(dtype)
-    known = {each if each in FORMATS_IN_4_BITS else others for each in preferred.stored}
+    as_stored = FORMATS_IN_4_BITS | LINEARS.keys()
+    known = {each if each in as_stored else others for each in preferred.stored}
     return "+".join(sorted(known, key=lambda name: (name not in FORMATS_IN_4_BITS, name)))
+
+
+def why_not_fp8(gpu: Gpu, dtype: torch.dtype) -> str:
+    """What products of weights and activations in fp8 need and lack; empty if nothing."""
+    if gpu.capability < FP8_BY_ROW:
+        major, minor = gpu.capability
+        return (
+            f"a GPU of compute capability 9.0 (Hopper) or later, and {gpu.model} has "
+            f"{major}.{minor}; int8 runs there"
+        )
+    return "" if dtype is torch.bfloat16 else f"--dtype bfloat16, not {name_of(dtype)}"
 
 
 def kv_format(asked: str, dtype: torch.dtype) -> torch.dtype:

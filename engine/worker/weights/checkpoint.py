@@ -43,9 +43,10 @@ from engine.worker.weights.checkpoint_files import (
     SafetensorsFiles,
 )
 from engine.worker.weights.expert_files import ExpertFiles, has_fused_experts
+from engine.worker.weights.formats.fp8 import FP8
 from engine.worker.weights.formats.int8 import INT8
 from engine.worker.weights.formats.mxfp4 import MXFP4
-from engine.worker.weights.fp8_files import FP8, Block, Fp8Files
+from engine.worker.weights.fp8_files import Block, Fp8Files
 from engine.worker.weights.int4_files import Int4Files
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker.weights.random import RandomWeights

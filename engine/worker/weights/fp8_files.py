@@ -1,30 +1,26 @@
 """Safetensors whose linears are 8-bit floats (e4m3) with scales: of the tensor, of each output
 channel, or of blocks such as 128 × 128 (DeepSeek, Qwen).
 
-Weights are widened once, when they are read: each is its e4m3 number times its scale, in float32.
-A device that keeps them in bfloat16 rounds each to 8 significant bits, by at most 0.4 %; float32
-keeps them exactly. Scales of activations are not needed, since activations are not quantized.
+A weight is its e4m3 number times its scale, in float32. GPUs keep both. A device that widens them
+to bfloat16 rounds each to 8 significant bits, by at most 0.4 %; float32 keeps them exactly. Scales
+of activations are not needed: activations are not quantized, or with scales of their own.
 """
 
 # mypy: disable-error-code="no-untyped-call"
-import logging
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.ports import PreferredFormat
+from engine.worker.ports import PreferredFormat, Weight
 from engine.worker.weights.checkpoint_files import FLOATS, SafetensorsFiles
+from engine.worker.weights.formats.fp8 import FP8, Fp8Weight
 
-FP8 = "fp8"
 DTYPE = "F8_E4M3"
 WEIGHT = ".weight"
 SCALES = ("_scale_inv", "_scale")  # suffixes of a weight's scales, which it is multiplied by
 OTHERS = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
 Block = tuple[int, int]  # outputs and inputs that have a scale in common
-
-logger = logging.getLogger(__name__)
 
 
 class Fp8Files(SafetensorsFiles):
@@ -38,12 +34,11 @@ class Fp8Files(SafetensorsFiles):
         for name in self._shards:
             hidden |= {name + end for end in SCALES if name.endswith(WEIGHT)}
         self._names = self._shards.keys() - hidden
-        logger.info("FP8 weights are widened when they are read, and computed as bfloat16 ones")
 
     @property
     def preferred_format(self) -> PreferredFormat:
-        """That of bfloat16 weights, which the CPU keeps if it has instructions for them."""
-        return PreferredFormat(floats="bfloat16")
+        """As stored, else bfloat16, which the CPU keeps if it has instructions for it."""
+        return PreferredFormat(stored=(FP8,), floats="bfloat16")
 
     def shape(self, name: str) -> tuple[int, ...]:
         if not self._is_fp8(name):
@@ -52,17 +47,24 @@ class Fp8Files(SafetensorsFiles):
         self._scale_block(name, shape)
         return shape
 
-    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+    def read(self, name: str, index: tuple[slice, ...]) -> Weight:
+        """Floats if the columns begin within a block."""
         values = self.header(name)[index]
         if not self._is_fp8(name):
             return values
         shape = tuple(self.header(name).get_shape())
         block = self._scale_block(name, shape)
         scales = self.header(self._scale_name(name))[...].float().reshape(_counts(shape, block))
-        for axis, (run, size, step) in enumerate(zip(index, shape, block, strict=True)):
-            places = torch.arange(size)[run] // step
-            scales = scales.index_select(axis, places)
-        return values.float() * scales
+        rows, columns = (
+            torch.arange(size)[run] // step
+            for run, size, step in zip(index, shape, block, strict=True)
+        )
+        scales = scales[rows]
+        first = range(shape[1])[index[1]].start
+        if first % block[1] and first // block[1] != int(columns[-1]):
+            return values.float() * scales[:, columns]
+        run = block[1] if first % block[1] == 0 else len(columns)
+        return Fp8Weight(values, scales[:, columns[0] : columns[-1] + 1].contiguous(), run)
 
     def _is_fp8(self, name: str) -> bool:
         header = self.header(name)

@@ -52,6 +52,7 @@ def variants() -> Iterator[Variant]:
     yield from _rows()
     yield from _products()
     yield from _four_bit()
+    yield from _products_with_fp8()
     for top_k, top_p in ((False, False), (True, True)):
         types = {"logits": "*fp32", "weights": "*fp32", "sampled": "*i64", "top_ks": "*i64"}
         types |= dict.fromkeys(("temperatures", "min_ps"), "*fp32")
@@ -153,6 +154,26 @@ def _four_bit() -> Iterator[Variant]:
         constants = {"BLOCK_N": module.UNPACKED_OUTPUTS, "CHUNK": module.CHUNK} | weight
         options = {"num_warps": 4}
         yield Variant("four_bit", "unpack_kernel", f"unpack {name}", types, constants, options)
+
+
+def _products_with_fp8() -> Iterator[Variant]:
+    found = import_module(f"{PACKAGE}.tiling")
+    types = {"x": "*bf16", "weight": "*u8", "scales": "*fp32", "out": "*bf16"}
+    types |= {"parts": "*fp32", "bias": "*bf16"}
+    tilings = found.WIDE, found.NARROW_8_BIT, found.MANY_ROWS_8_BIT, found.MORE_ROWS_FP8
+    for tiling in (found.FIXED, *tilings):
+        constants = {
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": tiling.block_n,
+            "BLOCK_K": tiling.block_k,
+            "SPLITS": tiling.splits,
+            "RUN": 128,
+            "HAS_BIAS": False,
+            "HAS_ADDED": True,
+        }
+        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+        name = f"product_with_fp8 {tiling}"
+        yield Variant("fp8_weights", "product_kernel", name, types, constants, options)
 
 
 def compiled(variant: Variant, capability: int) -> Compiled:

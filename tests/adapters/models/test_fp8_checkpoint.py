@@ -9,7 +9,13 @@ from torch import Tensor
 
 from adapters.models.checks.checkpoint import check_checkpoint
 from engine.errors import StartupError
-from tests.engine.worker.process.driving import Driver, load_worker
+from engine.worker.cuda.device import CudaDevice
+from engine.worker.cuda.model import operators
+from engine.worker.cuda.model.fp8_weights import Fp8WeightLinear
+from engine.worker.process.worker import Worker
+from engine.worker.weights.checkpoint import Checkpoint
+from tests.engine.worker.cuda.standing import StandingGpu
+from tests.engine.worker.process.driving import Driver, load_worker, settings_for
 from tests.models.checkpoints import make_checkpoint, make_model
 from tests.models.loras import logits_of
 
@@ -23,6 +29,7 @@ CHANNELS = {
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUP}},
 }
 TENSORS = {"quant_method": "fp8", "activation_scheme": "static"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
 SCHEMES: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
     "blocks": (BLOCKS, "_scale_inv", (BLOCK, BLOCK)),
     "channels": (CHANNELS, "_scale", (1, 1 << 10)),
@@ -73,6 +80,23 @@ def test_logits_are_those_of_the_numbers_in_the_file(tmp_path: Path, scheme: str
     )
 
 
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_checkpoints_of_modelopt_are_read(tmp_path: Path, is_apart: bool) -> None:
+    """Older versions have a file for the scheme, which config.json does not name."""
+    model = write(tmp_path, "tensors")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": MODELOPT}
+    if is_apart:
+        del config["quantization_config"]
+        scheme = {name: MODELOPT[name] for name in MODELOPT if name != "quant_method"}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": scheme}))
+    path.write_text(json.dumps(config))
+    worker = Driver(load_worker(tmp_path, attention="cpu", weights="float32"))
+    torch.testing.assert_close(
+        worker.logits((0, TOKENS))[0], logits_of(model, TOKENS), rtol=0, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize(("weights", "allowed"), [("auto", 0.05), ("int8", 0.2)])
 def test_the_loss_of_other_formats_is_that_of_rounding(
     tmp_path: Path, weights: str, allowed: float
@@ -82,6 +106,33 @@ def test_the_loss_of_other_formats_is_that_of_rounding(
     assert worker.report.weights.startswith("bfloat16" if weights == "auto" else "int8")
     found = Driver(worker).logits((0, TOKENS))[0]
     assert float((found - logits).abs().max()) < allowed * float(logits.std())
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_gpu_computes_with_the_weights_as_they_are_stored(
+    tmp_path: Path, scheme: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fp8 activations, or with 16-bit ones for scales of blocks and before Hopper."""
+    linears: list[Fp8WeightLinear] = []
+
+    def made(*given: Any) -> Fp8WeightLinear:
+        linears.append(Fp8WeightLinear(*given))
+        return linears[-1]
+
+    monkeypatch.setattr(operators, "Fp8WeightLinear", made)
+    model = write(tmp_path, scheme)
+    settings = settings_for(tmp_path, "reference", dtype="bfloat16", kv_dtype="auto")
+    gpu = StandingGpu(total_bytes=1 << 31, capability=capability)
+    preferred = Checkpoint.open(str(tmp_path)).preferred_format
+    device = CudaDevice(settings, gpu, None, preferred)
+    worker = Worker.load(settings, lambda *_: None, device)
+    assert worker.report.weights == "fp8"
+    assert bool(linears) == (scheme == "blocks" or capability < (9, 0))
+    assert all(each.weight.values.dtype == torch.float8_e4m3fn for each in linears)
+    found, wanted = Driver(worker).logits((0, TOKENS))[0], logits_of(model, TOKENS)
+    allowed = 0.25 if capability >= (9, 0) and scheme != "blocks" else 0.1
+    assert float((found.float() - wanted).abs().max()) < allowed * float(wanted.std())
 
 
 def test_fused_tensors_may_be_fp8(tmp_path: Path) -> None:
@@ -98,6 +149,7 @@ def test_fused_tensors_may_be_fp8(tmp_path: Path) -> None:
         (BLOCKS | {"weight_block_size": [8, 8]}, "q_proj.weight_scale_inv has shape [2, 2]"),
         (BLOCKS | {"weight_block_size": "wide"}, "a block of weights is 'wide'"),
         (BLOCKS | {"fmt": "e5m2"}, "fmt='e5m2' is not supported"),
+        (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo='NVFP4' is not supported; known: 'FP8', "),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "only its own library reads"),
     ],
 )

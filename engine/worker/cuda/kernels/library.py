@@ -10,7 +10,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -56,6 +56,7 @@ class TritonKernels:
     sampling: ModuleType | None = None
     gemm: ModuleType | None = None
     four_bit: ModuleType | None = None
+    fp8_weights: ModuleType | None = None
 
 
 NO_KERNELS = TritonKernels()
@@ -155,6 +156,17 @@ class Trial:
             found = module.product(x, weight, FEW_ROWS_4_BIT, module.Epilogue(), blocks)
             check("4-bit experts", found, reference.product(x, plain[24:], self.dtype))
 
+    def fp8_weights(self, module: ModuleType) -> None:
+        """Products with weights that have scales of blocks, and of output channels with splits."""
+        x, scales = self.noise(5, 160), self.noise(72, 5, seed=2).float().abs()
+        bits = torch.arange(72 * 160, device=self.place) % 127  # all finite numbers from 0 on
+        values = bits.to(torch.uint8).view(72, 160).view(FP8)
+        for run, tiling in ((32, replace(FIXED, block_k=32)), (160, NARROW_8_BIT)):
+            count = -(-160 // run)
+            weight = values.float() * scales[:, :count].repeat_interleave(run, dim=1)
+            found = module.product(x, values, scales[:, :count].contiguous(), run, tiling)
+            check("product with fp8", found, reference.product(x, weight, self.dtype))
+
 
 TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "rope_and_cache_write": ("rope_and_cache_write", Trial.rope_and_cache_write),
@@ -162,6 +174,7 @@ TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "sampling": ("sampling", Trial.sampling),
     "gemm": ("gemm", Trial.gemm),
     "four_bit": ("four_bit", Trial.four_bit),
+    "fp8_weights": ("fp8_weights", Trial.fp8_weights),
 }
 
 

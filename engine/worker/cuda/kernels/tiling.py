@@ -41,6 +41,8 @@ FEW_ROWS_4_BIT = Tiling(16, 128, 128, 1, 4, 4)  # experts'
 WIDE_4_BIT = Tiling(16, 128, 128, 2, 4, 4)
 NARROW_4_BIT = Tiling(16, 128, 128, 8, 4, 4)
 MAX_BLOCKS_4_BIT = 4  # blocks of rows; to decode for more takes longer than to unpack once
+MORE_ROWS_FP8 = Tiling(128, 64, 128, 1, 8, 3)  # of weights that are widened in registers
+MAX_ROWS_FP8 = 256  # torch multiplies more rows with weights that it has widened
 MIN_WIDE = 16384  # outputs from which on there are enough blocks without splits
 
 
@@ -66,3 +68,13 @@ def four_bit_tiling(rows: int, outputs: int) -> Tiling | None:
 def expert_tiling(rows: int, experts: int) -> Tiling:
     """The tiling of products of so many rows with 4-bit weights of experts that share them."""
     return FEW_ROWS_4_BIT if rows <= FEW_ROWS_4_BIT.block_m * experts else FIXED_4_BIT
+
+
+def fp8_weight_tiling(rows: int, outputs: int) -> Tiling | None:
+    """The tiling of a product of so many 16-bit rows with an fp8 weight; None: torch. It was not
+    measured: up to 64 rows it is that of 8-bit rows."""
+    if rows <= WIDE.block_m:
+        return WIDE if outputs >= MIN_WIDE else NARROW_8_BIT
+    if rows <= MANY_ROWS_8_BIT.block_m:
+        return MANY_ROWS_8_BIT
+    return MORE_ROWS_FP8 if rows <= MAX_ROWS_FP8 else None

@@ -33,6 +33,7 @@ class FastProducts:
     rows: ModuleType | None = None
     gemm: ModuleType | None = None
     four_bit: ModuleType | None = None
+    fp8_weights: ModuleType | None = None
     is_batch_invariant: bool = False
 
     def product(

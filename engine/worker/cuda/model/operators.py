@@ -17,9 +17,12 @@ from engine.worker.cuda.model.experts import (
     why_not_grouped,
 )
 from engine.worker.cuda.model.four_bit import HALVES, are_in_4_bits, four_bit_linear, packed
+from engine.worker.cuda.model.fp8_weights import Fp8WeightLinear, stacked_fp8
 from engine.worker.cuda.model.kernels import Kernels, fits
 from engine.worker.cuda.model.linears import (
+    FP8_ALIGNMENT,
     PLAIN,
+    EightBitLinear,
     FastProducts,
     JoinedLinear,
     MakesLinear,
@@ -107,6 +110,8 @@ class CudaOperators(TorchOperators):
         fast: FastProducts = PLAIN,
         sampling: SamplingOperators | None = None,
         others: str = "",
+        *,
+        multiplies_fp8: bool = False,
     ) -> None:
         self._place = place
         self._dtype = dtype
@@ -114,6 +119,7 @@ class CudaOperators(TorchOperators):
         self._others = others
         self._kernels = kernels
         self._fast = fast
+        self._multiplies_fp8 = multiplies_fp8
         self.sampling = sampling or TorchSampling()
         self._logged: set[str] = set()  # reasons
         self.first_runs: dict[str, Callable[[], object]] = {}  # compile the model's kernels
@@ -122,6 +128,8 @@ class CudaOperators(TorchOperators):
         parts = [loaded(weight) for weight in weights]
         runs = [list(run) for _, run in groupby(parts, lambda part: self._format_of([part]))]
         if len(runs) == 1:
+            if self._weights == STORED and (found := self._stored_fp8(parts, bias)):
+                return found
             make = LINEARS.get(self._format_of(parts), float_linear)
             return make(parts, bias, self._dtype, self._fast)
         sizes = [sum(part.shape[0] for part in run) for run in runs]
@@ -139,6 +147,18 @@ class CudaOperators(TorchOperators):
             return ""
         stored = common_format(weights) or ""
         return stored if stored in LINEARS else self._others
+
+    def _stored_fp8(self, parts: Sequence[Weight], bias: Tensor | None) -> Linear | None:
+        """The linear of fp8 weights of a checkpoint, with fp8 activations if there is one scale
+        per output channel and the GPU multiplies so; None of other weights."""
+        weight = stacked_fp8(parts)
+        if weight is None:
+            return None
+        outputs, width = weight.shape
+        is_aligned = not (outputs % FP8_ALIGNMENT or width % FP8_ALIGNMENT)
+        if self._multiplies_fp8 and is_aligned and weight.scales.shape[1] == 1:
+            return EightBitLinear(weight.values, weight.scales, bias, self._fast)
+        return Fp8WeightLinear(weight, bias, self._fast)
 
     def experts(
         self, experts: Sequence[ExpertWeights], routing: Routing, activation: Activation

@@ -35,6 +35,7 @@ def test_a_kernel_that_computes_something_else_is_not_used_and_is_named(
     kernels = library.load(CPU, torch.float16)
     assert kernels.quantization is None
     assert kernels.gemm is not None
+    assert kernels.fp8_weights is not None
     (line,) = caplog.messages
     assert line.startswith("Triton kernel quantization is not used, torch takes its place: quant")
 
