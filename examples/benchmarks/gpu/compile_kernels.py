@@ -161,7 +161,7 @@ def _products_with_fp8() -> Iterator[Variant]:
     types = {"x": "*bf16", "weight": "*u8", "scales": "*fp32", "out": "*bf16"}
     types |= {"parts": "*fp32", "bias": "*bf16"}
     tilings = found.WIDE, found.NARROW_8_BIT, found.MANY_ROWS_8_BIT, found.MORE_ROWS_FP8
-    for tiling in (found.FIXED, *tilings):
+    for tiling in (found.FIXED_FP8, *tilings):
         constants = {
             "BLOCK_M": tiling.block_m,
             "BLOCK_N": tiling.block_n,

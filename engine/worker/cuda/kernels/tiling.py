@@ -41,7 +41,8 @@ FEW_ROWS_4_BIT = Tiling(16, 128, 128, 1, 4, 4)  # experts'
 WIDE_4_BIT = Tiling(16, 128, 128, 2, 4, 4)
 NARROW_4_BIT = Tiling(16, 128, 128, 8, 4, 4)
 MAX_BLOCKS_4_BIT = 4  # blocks of rows; to decode for more takes longer than to unpack once
-MORE_ROWS_FP8 = Tiling(128, 64, 128, 1, 8, 3)  # of weights that are widened in registers
+FIXED_FP8 = Tiling(64, 64, 64, 1, 4, 4)  # FIXED for weights that are widened in registers
+MORE_ROWS_FP8 = Tiling(128, 64, 64, 1, 8, 4)
 MAX_ROWS_FP8 = 256  # torch multiplies more rows with weights that it has widened
 MIN_WIDE = 16384  # outputs from which on there are enough blocks without splits
 

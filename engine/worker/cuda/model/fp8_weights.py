@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.worker.cuda.kernels.reference import FP8
-from engine.worker.cuda.kernels.tiling import FIXED, Tiling, fp8_weight_tiling
+from engine.worker.cuda.kernels.tiling import FIXED_FP8, Tiling, fp8_weight_tiling
 from engine.worker.cuda.model.linears import PLAIN, FastProducts, FloatLinear
 from engine.worker.ports import Weight
 from engine.worker.weights.formats.fp8 import Fp8Weight
@@ -55,7 +55,7 @@ class Fp8WeightLinear:
         kernels, (outputs, width) = self.fast.fp8_weights, self.weight.shape
         tiling = fp8_weight_tiling(rows, outputs)
         if self.fast.is_batch_invariant:
-            tiling = FIXED
+            tiling = FIXED_FP8
         if kernels is None or tiling is None:
             return None
         inner = kernels.inner_tile(self.weight.run, width, tiling.block_k)

@@ -103,5 +103,5 @@ def test_up_to_64_rows_the_tiles_are_those_of_8_bits() -> None:
     assert str(fp8_weight_tiling(1, 4096)) == "16x64x128x4x4x4"
     assert str(fp8_weight_tiling(16, 28672)) == "16x64x128x1x4x4", "enough blocks without splits"
     assert str(fp8_weight_tiling(64, 4096)) == "64x64x128x2x4x4"
-    assert str(fp8_weight_tiling(256, 4096)) == "128x64x128x1x8x3"
+    assert str(fp8_weight_tiling(256, 4096)) == "128x64x64x1x8x4"
     assert fp8_weight_tiling(257, 4096) is None
