@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.ports import CapturedBuffers, RopeAndCacheWrite, RunsPaged
+from adapters.attention.flashinfer.ports import (
+    CapturedBuffers,
+    MergeParts,
+    RopeAndCacheWrite,
+    RunsPaged,
+)
+from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import rope_and_cache_write
 from engine.worker.ports import AttentionSpec
 from tests.flashinfer_stream import StandInStream
@@ -64,6 +70,16 @@ class StandIn(StandInStream):
             rope_and_cache_write(*given)
 
         return write
+
+    def merge_parts(self) -> MergeParts:
+        """The kernel's reference."""
+
+        def merge(found: Tensor, sums: Tensor, first: Tensor, out: Tensor) -> None:
+            self.calls.append(("merge_parts", {"first": first}))
+            self.catch_up()
+            reference.merge_parts(found, sums, first, out)
+
+        return merge
 
 
 class StandInPacked:

@@ -143,6 +143,8 @@ class StandInWrapper(ABC):
     ) -> tuple[Tensor, Tensor]:
         """The outputs of a request, and the sums of its scores as logarithms to base 2."""
         first, end = self._tables["indptr"][i : i + 2].tolist()
+        if first == end:  # no keys
+            return torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
         pages = self._tables["indices"][first:end].long()
         length = (end - first - 1) * keys.shape[1] + int(self._tables["last_page_len"][i])
         group = q.shape[1] // keys.shape[2]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adapters.attention.flashinfer.captured import CapturedLaunches
 from adapters.attention.flashinfer.decode_choice import AUTO, FA2, XQA
+from adapters.attention.flashinfer.divided import is_uneven
 from adapters.attention.flashinfer.fit import (
     missing_requirement,
     unsupported_packed,
@@ -105,11 +106,25 @@ class FlashInferAttention:
                 self._mixed.plan(arena, tables, indices)
                 self._planned = (Planned(self._mixed, slice(0, tables.num_rows)),)
 
-    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
+    def may_divide(self, rows: int) -> bool:
+        """Whether there is a second graph of so many decodes."""
+        return self._captured.may_divide(rows)
+
+    def divides(self, layout: RaggedLayout) -> bool:
+        """Whether the longest decode would keep the others waiting."""
+        if not (layout.is_decode_only and self.may_divide(layout.num_tokens)):
+            return False
+        heads, processors = self._geometry.spec.num_kv_heads, self._library.num_processors
+        return is_uneven(layout.kv_len, heads, processors)
+
+    def plan_captured(self, layout: RaggedLayout, *, divides: bool = False) -> tuple[int, ...]:
         """Plan a step for the graph of its kind and size; the plan's values that the graph contains
         as constants."""
-        of_kind = self._captured.decodes if layout.is_decode_only else self._captured.mixed
-        launch = of_kind(layout.num_tokens)
+        size, captured = layout.num_tokens, self._captured
+        if divides and captured.may_divide(size):
+            launch = captured.divided(size)
+        else:
+            launch = (captured.decodes if layout.is_decode_only else captured.mixed)(size)
         with self._arenas.next() as arena:
             launch.plan(arena, PageTables.of(layout), self._upload(arena, layout))
         self._planned = (Planned(launch, slice(0, layout.num_tokens)),)

@@ -11,6 +11,7 @@ from adapters.attention.flashinfer.decode_choice import (
     Pages,
     Times,
 )
+from adapters.attention.flashinfer.divided import DividedLaunch
 from adapters.attention.flashinfer.fit import unsupported_packed
 from adapters.attention.flashinfer.launches import (
     CapturedLaunch,
@@ -19,8 +20,8 @@ from adapters.attention.flashinfer.launches import (
     MixedLaunch,
 )
 from adapters.attention.flashinfer.packed import DenseTables, PackedLaunch, workspace_bytes
-from adapters.attention.flashinfer.ports import Library
-from adapters.attention.flashinfer.tables import PageTableArenas, TableSizes
+from adapters.attention.flashinfer.ports import Library, MergeParts
+from adapters.attention.flashinfer.tables import PARTS_PER_ROW, PageTableArenas, TableSizes
 from adapters.attention.flashinfer.workspace import Workspaces
 from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials, file_of
 
@@ -55,7 +56,9 @@ class CapturedLaunches:
         self._choice = DecodeChoice(wanted, why_not, _shape(geometry), ChoiceFile(path), trials)
         sizes = TableSizes.of(spec.limits, geometry.page_size)
         self._packed = self._packed_launch(sizes) if self._choice.may_use_xqa else None
+        self._merge = None if spec.is_batch_invariant else library.merge_parts()
         self._decodes: dict[int, GraphLaunch] = {}
+        self._divided: dict[int, GraphLaunch] = {}
         self._mixed: dict[int, GraphLaunch] = {}
 
     def decodes(self, size: int) -> GraphLaunch:
@@ -64,12 +67,30 @@ class CapturedLaunches:
             self._decodes[size] = self._chosen(size)
         return self._decodes[size]
 
+    def may_divide(self, size: int) -> bool:
+        """Whether there is another launch of `size` decodes, for requests of unequal lengths.
+
+        FA2 divides keys of so few requests that they do not fill the GPU by itself; XQA divides
+        those of all requests into equally many parts. A window makes lengths equal.
+        """
+        spec = self._geometry.spec
+        if self._merge is None or size == 1 or spec.window is not None or spec.has_sinks:
+            return False
+        return self._disables_splits(size) or self.decodes(size) is self._packed
+
+    def divided(self, size: int) -> GraphLaunch:
+        """The launch of `size` decodes of unequal lengths; `may_divide` is true."""
+        if size not in self._divided:
+            assert self._merge is not None, "keys may be divided"
+            self._divided[size] = self._divided_launch(size, self._merge)
+        return self._divided[size]
+
     def mixed(self, size: int) -> GraphLaunch:
         """The launch of `size` rows of any requests."""
         if size not in self._mixed:
             with torch.inference_mode(False):  # as below
                 wrapper = self._work.captured_mixed(size)
-            disables = self._geometry.disables_splits(size, self._library.num_processors)
+            disables = self._disables_splits(size)
             event = self._library.event()
             self._mixed[size] = MixedLaunch(
                 self._geometry, wrapper, event, size=size, disables_splits=disables
@@ -93,9 +114,19 @@ class CapturedLaunches:
     def _planned_launch(self, size: int) -> CapturedLaunch:
         with torch.inference_mode(False):  # buffers are written in and outside of inference mode
             wrapper = self._work.captured(size)
-        disables = self._geometry.disables_splits(size, self._library.num_processors)
+        disables = self._disables_splits(size)
         event = self._library.event()
         return CapturedLaunch(self._geometry, wrapper, event, disables_splits=disables)
+
+    def _divided_launch(self, size: int, merge: MergeParts) -> GraphLaunch:
+        if not self._disables_splits(size):
+            return self._planned_launch(size)
+        parts = self._planned_launch(PARTS_PER_ROW * size)
+        with torch.inference_mode(False):  # as above
+            return DividedLaunch(self._geometry, parts, merge, self._library, size)
+
+    def _disables_splits(self, size: int) -> bool:
+        return self._geometry.disables_splits(size, self._library.num_processors)
 
     def _packed_launch(self, sizes: TableSizes) -> PackedLaunch:
         spec, library = self._geometry.spec, self._library

@@ -21,9 +21,9 @@ from adapters.attention.flashinfer.ports import (
     RunsPaged,
 )
 from adapters.attention.flashinfer.tables import PageTableArena, PageTables
+from engine.worker.cuda.kernels.reference import LN_2
 from engine.worker.ports import AttentionSpec, KVTensors
 
-LN_2 = 0.6931471805599453
 NO_WINDOW = -1  # FlashInfer's value for full attention
 BLOCKS_PER_PROCESSOR = 2  # thread blocks that run at once; FlashInfer splits up to so many
 
@@ -93,15 +93,33 @@ class Geometry:
         A sink adds `exp(sink)` to the sum of a row's exponentiated scores: the row is divided by as
         much more, `1 + exp(sink - ln(sum))`. The kernel returns the sums' logarithms to base 2.
         """
-        k_scale = self.spec.k_scale if self.is_scaled else None
-        v_scale = self.spec.v_scale if self.is_scaled else None
         if sinks is None:
-            wrapper.run(q, pages, k_scale=k_scale, v_scale=v_scale, out=out)
+            self.run(wrapper, q, pages, out)
             return
         sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        wrapper.run(q, pages, k_scale=k_scale, v_scale=v_scale, out=out, lse=sums, return_lse=True)
+        self.run(wrapper, q, pages, out, sums)
         more = torch.sub(sinks, sums, alpha=LN_2).exp_().add_(1.0)
         out.div_(more[:, :, None])
+
+    def run(
+        self,
+        wrapper: RunsPaged,
+        q: Tensor,
+        pages: tuple[Tensor, Tensor],
+        out: Tensor,
+        sums: Tensor | None = None,
+    ) -> None:
+        """Run a planned wrapper into `out`, and into `sums` the logarithms to base 2 of the sums
+        of exponentiated scores, float32 `[rows, heads]`."""
+        wrapper.run(
+            q,
+            pages,
+            k_scale=self.spec.k_scale if self.is_scaled else None,
+            v_scale=self.spec.v_scale if self.is_scaled else None,
+            out=out,
+            lse=sums,
+            return_lse=sums is not None,
+        )
 
 
 class MixedLaunch:

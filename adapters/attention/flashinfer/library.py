@@ -18,6 +18,7 @@ from adapters.attention.flashinfer.ports import (
     CapturedBuffers,
     CapturedWrapper,
     DeviceEvent,
+    MergeParts,
     MixedWrapper,
     PackedDecode,
     RopeAndCacheWrite,
@@ -52,7 +53,8 @@ class FlashInfer:
         self._packed = package.decode.xqa_batch_decode_with_kv_cache
         self._version = str(package.__version__)
         self._device = device
-        self._write = load(device, dtype, choices).rope_and_cache_write
+        kernels = load(device, dtype, choices)
+        self._write, self._parts = kernels.rope_and_cache_write, kernels.parts
 
     @property
     def num_processors(self) -> int:
@@ -156,3 +158,7 @@ class FlashInfer:
         if self._write is None or (kept == FP8 and not has_fp8(self._device)):
             return reference.rope_and_cache_write
         return cast(RopeAndCacheWrite, self._write.rope_and_cache_write)
+
+    def merge_parts(self) -> MergeParts | None:
+        """Our Triton kernel, if it is verified on this GPU."""
+        return None if self._parts is None else cast(MergeParts, self._parts.merge_parts)

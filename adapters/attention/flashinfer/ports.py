@@ -20,6 +20,9 @@ RopeAndCacheWrite = Callable[
     None,
 ]
 
+# What parts of rows found, their sums, the first part of each row; into the last tensor.
+MergeParts = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
 
 class DeviceEvent(Protocol):
     """A point in the stream; an event that was never recorded counts as reached."""
@@ -229,4 +232,9 @@ class Library(Protocol):
     def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite:
         """RoPE and the cache write, in one launch if there is a kernel; `kept` is the dtype of the
         cache."""
+        ...
+
+    def merge_parts(self) -> MergeParts | None:
+        """What adds up attention over parts of keys (`reference.merge_parts`), if there is a
+        kernel."""
         ...

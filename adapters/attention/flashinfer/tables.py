@@ -18,6 +18,7 @@ from engine.worker.ports import Int32s, RaggedLayout, StepLimits
 ALIGN = 16  # bytes; alignment of the tables in an arena
 WIDTH = 32  # a captured batch size exceeds the largest step by less than this
 PIECES = 12  # tables of a step in an arena, at most
+PARTS_PER_ROW = 2  # of decodes whose keys are divided, see `divided`
 DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
@@ -25,7 +26,8 @@ DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 class TableSizes:
     """Upper bounds of a step's tables; a page that requests share counts once for each.
 
-    A captured step has up to `rows` requests, of which padding has one page each.
+    A captured step has up to `rows` requests, of which padding has one page each, and those of
+    divided keys are parts.
     """
 
     requests: int
@@ -38,15 +40,15 @@ class TableSizes:
         requests = -(-limits.max_requests // WIDTH) * WIDTH
         per_request = -(-limits.max_model_len // page_size)
         # Token shares may be rounded up once for each request.
-        rows = max(requests, mixed_sizes(limits.max_tokens)[-1])
+        rows = max(PARTS_PER_ROW * requests, mixed_sizes(limits.max_tokens)[-1])
         return cls(requests, limits.max_tokens + requests, requests * per_request, rows)
 
     @property
     def arena_bytes(self) -> int:
         """Bytes for all tables of a step, split or not, its slots, and the places of its pages in
         a dense table."""
-        words = self.pages + self.rows + 4 * (self.rows + 2)
-        return 4 * words + 8 * (self.tokens + self.pages) + PIECES * ALIGN
+        words = self.pages + self.rows + 5 * (self.rows + 2)
+        return 4 * words + 8 * (self.tokens + self.pages + self.rows) + PIECES * ALIGN
 
 
 @dataclass(frozen=True, slots=True)

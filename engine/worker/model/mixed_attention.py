@@ -53,9 +53,12 @@ class CapturableImageAttention(ImageAttention):
         super().__init__(usual, of_images)
         self._capturable = usual
 
-    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
+        self.may_divide = usual.may_divide
+        self.divides = usual.divides
+
+    def plan_captured(self, layout: RaggedLayout, *, divides: bool = False) -> tuple[int, ...]:
         self.run = self._capturable.run
-        return self._capturable.plan_captured(layout)
+        return self._capturable.plan_captured(layout, divides=divides)
 
 
 MakesBackend = Callable[[AttentionSpec, KVTensors], AttentionBackend]
@@ -148,10 +151,23 @@ class RecordableMixedAttention(MixedAttention, RecordableAttention):
 class CapturableMixedAttention(MixedAttention):
     """All groups can be captured in a CUDA graph."""
 
-    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
+    def may_divide(self, rows: int) -> bool:
+        return any(backend.may_divide(rows) for backend, _ in self._capturable)
+
+    def divides(self, layout: RaggedLayout) -> bool:
+        return any(backend.divides(layout.of_group(group)) for backend, group in self._capturable)
+
+    def plan_captured(self, layout: RaggedLayout, *, divides: bool = False) -> tuple[int, ...]:
         return tuple(
             value
+            for backend, group in self._capturable
+            for value in backend.plan_captured(layout.of_group(group), divides=divides)
+        )
+
+    @property
+    def _capturable(self) -> list[tuple[CapturableAttention, int]]:
+        return [
+            (backend, group)
             for backend, group in self._planned
             if isinstance(backend, CapturableAttention)
-            for value in backend.plan_captured(layout.of_group(group))
-        )
+        ]

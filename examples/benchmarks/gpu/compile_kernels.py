@@ -50,6 +50,9 @@ def variants() -> Iterator[Variant]:
     """All kernels, in the types and widths that matter."""
     yield from _rope()
     yield from _rows()
+    types = {"found": "*bf16", "sums": "*fp32", "out": "*bf16"}
+    constants: dict[str, object] = {"NUM_HEADS": 32, "DIM": 128}
+    yield Variant("parts", "kernel", "merge_parts", types, constants, {"num_warps": 1})
     yield from _products()
     yield from _four_bit()
     yield from _products_with_fp8()

@@ -14,6 +14,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from adapters.attention.flashinfer.divided import Parts, is_uneven
 from adapters.attention.flashinfer.tables import PageTables
 from engine.worker.cuda.step.graphs import mixed_sizes
 from engine.worker.model.layout import blank_layout, padded
@@ -49,7 +50,8 @@ int main() {
         rows.data(), pages.data(), size, size, heads, kv_heads, 128, page, BLOCKS / kv_heads, true,
         window, -1, disables, 0, 128, 2);
     std::cout << std::get<0>(found) << " " << std::get<1>(found) << " " << std::get<2>(found)
-              << " " << std::get<3>(found) << " " << std::get<9>(found).back() << std::endl;
+              << " " << std::get<3>(found) << " " << std::get<9>(found).back() << " "
+              << std::get<4>(found) << std::endl;
   }
 }
 """
@@ -60,7 +62,7 @@ Plans = Callable[[list[str]], list[list[int]]]
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plans:
     """Runs the planner: whether keys are split, thread blocks, room for them, tile, partial
-    rows."""
+    rows, keys of a thread block at most."""
     compiler, found = shutil.which("c++"), importlib.util.find_spec("flashinfer")
     if compiler is None or found is None or found.origin is None:
         pytest.skip("needs FlashInfer and a C++ compiler")
@@ -120,8 +122,32 @@ def test_all_mixed_steps_of_a_size_have_one_plan_and_fit_into_it(
     assert len(found) == len(cases)
     for size in mixed_sizes(256):
         plans = np.array([each for each, of in zip(found, sizes, strict=True) if of == size])
-        is_split, blocks, room, tile, partial = plans.T
+        is_split, blocks, room, tile, partial, _ = plans.T
         assert len({*zip(is_split.tolist(), room.tolist(), tile.tolist(), strict=True)}) == 1
         assert tile[0] == 16
         assert (blocks <= room).all()
         assert (partial * (num_heads // kv_heads) <= room * tile).all()
+
+
+def longest_block(plan: Plans, tables: PageTables, *, disables: bool) -> int:
+    """Keys that one thread block reads, of decodes of Llama-3.1-8B in pages of 16."""
+    size = len(tables.kv_len)
+    numbers = (32, 8, size, 16, -1, int(disables))
+    rows = (*numbers, *tables.qo_indptr.tolist(), *tables.kv_indptr.tolist())
+    ((_, _, _, _, _, keys),) = plan([" ".join(map(str, rows))])
+    longest = int(tables.kv_len.max())
+    return min(keys, longest) if keys > 0 else longest  # a negative number: without splits
+
+
+def test_a_long_request_beside_many_is_read_by_one_block_unless_its_keys_are_divided(
+    plan: Plans,
+) -> None:
+    """40 decodes of 1,024 tokens and one of 32,768, on an H200: 2,235 keys a block are even."""
+    step = Paged(((1023, 1),) * 40 + ((32767, 1),), 16).layout()
+    tables = PageTables.of(padded(step, 48, spare_block=0))
+    assert is_uneven(tables.kv_len, 8, BLOCKS // 2)
+    for disables in (False, True):
+        assert longest_block(plan, tables, disables=disables) == 32768
+    assert longest_block(plan, Parts.of(tables, 16).tables, disables=True) == 1552
+    few = PageTables.of(Paged(((1023, 1),) * 31 + ((32767, 1),), 16).layout())
+    assert longest_block(plan, few, disables=False) < 32768, "FlashInfer divides these"

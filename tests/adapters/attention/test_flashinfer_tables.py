@@ -83,7 +83,7 @@ def test_sizes_hold_the_largest_step_and_a_graph_a_little_larger() -> None:
     sizes = TableSizes.of(
         StepLimits(max_requests=33, max_tokens=40, max_model_len=100), page_size=16
     )
-    assert sizes == TableSizes(requests=64, tokens=104, pages=64 * 7, rows=64)
+    assert sizes == TableSizes(requests=64, tokens=104, pages=64 * 7, rows=128), "parts of keys"
 
 
 def test_an_arena_keeps_what_it_was_given_until_it_is_entered_again() -> None:

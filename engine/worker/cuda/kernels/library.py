@@ -57,6 +57,7 @@ class TritonKernels:
     gemm: ModuleType | None = None
     four_bit: ModuleType | None = None
     fp8_weights: ModuleType | None = None
+    parts: ModuleType | None = None
 
 
 NO_KERNELS = TritonKernels()
@@ -167,6 +168,15 @@ class Trial:
             found = module.product(x, values, scales[:, :count].contiguous(), run, tiling)
             check("product with fp8", found, reference.product(x, weight, self.dtype))
 
+    def parts(self, module: ModuleType) -> None:
+        """Attention over one, two and three parts of keys."""
+        found, sums = self.noise(6, 4, 64), self.noise(6, 4, seed=1).float()
+        first = torch.tensor([0, 1, 3, 6], dtype=torch.int32, device=self.place)
+        one, other = (self.noise(3, 4, 64) for _ in range(2))
+        module.merge_parts(found, sums, first, one)
+        reference.merge_parts(found, sums, first, other)
+        check("attention over parts", one, other)
+
 
 TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "rope_and_cache_write": ("rope_and_cache_write", Trial.rope_and_cache_write),
@@ -175,6 +185,7 @@ TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "gemm": ("gemm", Trial.gemm),
     "four_bit": ("four_bit", Trial.four_bit),
     "fp8_weights": ("fp8_weights", Trial.fp8_weights),
+    "parts": ("parts", Trial.parts),
 }
 
 

@@ -4,6 +4,7 @@ Tests compare the kernels with these functions, workers verify the kernels again
 and use them where a kernel cannot be compiled.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from engine.worker.model.torch_operators import ACTIVATIONS
 
 FP8 = torch.float8_e4m3fn
+LN_2 = 0.6931471805599453
 # The largest value of each 8-bit dtype; larger ones are clamped
 LARGEST = {torch.int8: 127.0, FP8: 448.0}
 CHUNK = 128  # inputs whose 4-bit codes lie together
@@ -198,3 +200,15 @@ def product(
     if add_to is not None:
         sums += add_to.double()
     return sums.to(dtype)
+
+
+def merge_parts(found: Tensor, sums: Tensor, first: Tensor, out: Tensor) -> None:
+    """Into `out` `[rows, heads, dim]` attention over all keys of a row, from that over its parts.
+
+    `found` `[parts, heads, dim]` are the parts' outputs, `sums` float32 `[parts, heads]` the
+    logarithms to base 2 of the sums of their exponentiated scores; parts `first[row]` to
+    `first[row + 1]` are those of a row.
+    """
+    for row, (start, end) in enumerate(pairwise(first.tolist())):
+        shares = (sums[start:end].double() * LN_2).softmax(dim=0)
+        out[row] = (shares[:, :, None] * found[start:end].double()).sum(dim=0).to(out.dtype)

@@ -37,7 +37,7 @@ def test_all_kernels_compile_for_hopper_without_spilling_registers(
     kernels = {name.split()[0] for name in found}
     assert kernels == {
         "rope_and_cache_write", "norm", "silu", "quantize", "product", "product_with_fp8", "add",
-        "unpack", "sample",
+        "unpack", "sample", "merge_parts",
     }  # fmt: skip
     for each in found.values():
         assert each["stack_bytes"] == 0, each

@@ -9,7 +9,7 @@ import torch
 
 from engine.errors import StartupError, WorkerLost
 from engine.step import LAST_TOKEN, PromptTargets, StepEntry
-from engine.worker.cuda.step.graphs import MAX_PAIRS, StepGraphs, mixed_sizes
+from engine.worker.cuda.step.graphs import MAX_PAIRS, GraphKind, StepGraphs, mixed_sizes
 from engine.worker.model.layout import LayoutLimits, build_layout
 from tests.engine.worker.cuda.fleet import gpus
 from tests.engine.worker.cuda.launching import OnStandIns, on_stand_ins
@@ -115,11 +115,11 @@ def test_a_graph_whose_plan_has_changed_is_dropped_and_its_step_runs_eagerly(
     if not is_decode:
         entries.append(prompt(1, 8, 5))
     attention = worker.device.made[-1]
-    monkeypatch.setattr(attention, "plan_captured", lambda layout: (-1,))
-    for number in range(1, 5):  # each drops the next larger size, if there is one
+    monkeypatch.setattr(attention, "plan_captured", lambda layout, divides: (-1,))
+    for number in range(1, 5):  # each drops the next larger graph, if there is one
         found, wanted = both(number, *entries, on=(worker, eager))
         assert found == wanted
-    assert caplog.text.count("which is dropped") == (3 if is_decode else 2)
+    assert caplog.text.count("which is dropped") == (4 if is_decode else 2)
 
 
 def test_log_probabilities_of_a_prompt_come_from_a_graph_too(
@@ -145,7 +145,7 @@ def test_a_step_that_no_graph_holds_runs_eagerly(model: Path, eager: OnStandIns)
 def test_pieces_far_behind_the_start_of_a_prompt_run_eagerly() -> None:
     streams, unused = StandInStreams(), None
     graphs = StepGraphs(streams, unused, unused, (0, 16))  # type: ignore[arg-type]
-    graphs._captured[(False, 64)] = unused  # type: ignore[index,assignment]
+    graphs._captured[GraphKind(False, 64)] = unused  # type: ignore[assignment]
     limits = LayoutLimits(100, 1 << 20, 1 << 16, 16)
 
     def padded(start: int, count: int) -> bool:
@@ -162,8 +162,8 @@ def test_pieces_far_behind_the_start_of_a_prompt_run_eagerly() -> None:
 def failing(monkeypatch: pytest.MonkeyPatch, rows: int, error: Exception) -> None:
     capture = StepGraphs._capture
 
-    def fails(self: StepGraphs, kind: Any) -> Any:
-        if kind == (False, rows):
+    def fails(self: StepGraphs, kind: GraphKind) -> Any:
+        if kind == GraphKind(False, rows):
             raise error
         return capture(self, kind)
 
@@ -222,3 +222,42 @@ def test_stages_and_ranks_replay_mixed_steps(model: Path, eager: OnStandIns) -> 
             assert [workers.run(each).tokens for each in steps] == wanted
             after = [sum(graph.num_replays for graph in each.of_it.graphs) for each in devices]
             assert [last - first for last, first in zip(after, before, strict=True)] == [2, 2]
+
+
+def decodes(lengths: tuple[int, ...]) -> list[StepEntry]:
+    return [entry(request, length - 1, 5) for request, length in enumerate(lengths)]
+
+
+def test_decodes_of_unequal_lengths_replay_a_second_graph_of_their_size(
+    with_graphs: OnStandIns, eager: OnStandIns
+) -> None:
+    """With the same tokens; other sizes have none."""
+    attention = with_graphs.device.made[-1]
+    for number, (lengths, divided) in enumerate(
+        (((15, 1, 1, 1), [4]), ((9, 8, 9, 8), []), ((15, 1), []), ((15, 1, 1), [4])), 100
+    ):
+        warm = [prompt(at, 0, length - 1) for at, length in enumerate(lengths) if length > 1]
+        both(number, *warm, on=(with_graphs, eager))
+        before = len(attention.divided)
+        found, wanted = both(number, *decodes(lengths), on=(with_graphs, eager))
+        assert found == wanted
+        assert attention.divided[before:] == divided
+
+
+def test_without_a_second_graph_the_first_one_is_replayed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    capture = StepGraphs._capture
+
+    def fails(self: StepGraphs, kind: GraphKind) -> Any:
+        if kind.divides:
+            raise RuntimeError("out of memory")
+        return capture(self, kind)
+
+    monkeypatch.setattr(StepGraphs, "_capture", fails)
+    worker = on_stand_ins(model, **LIMITS)
+    assert "a step of 4 decodes of unequal lengths cannot be captured" in caplog.text
+    attention = worker.device.made[-1]
+    worker.run(step(0, *decodes((15, 1, 1, 1))))
+    assert attention.planned[-1] == 4
+    assert attention.divided == []

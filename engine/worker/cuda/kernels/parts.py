@@ -1,0 +1,34 @@
+"""Adds up attention over parts of a row's keys, in their order."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def kernel(found, sums, first, out, NUM_HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Grid: rows × heads. A part's share of its row is `2 ** (its sum - the row's)`."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    dims = tl.arange(0, DIM)
+    start, end = tl.load(first + row), tl.load(first + row + 1)
+    most = tl.load(sums + start * NUM_HEADS + head)
+    for part in range(start + 1, end):
+        most = tl.maximum(most, tl.load(sums + part * NUM_HEADS + head))
+    total = most * 0.0
+    mean = tl.zeros([DIM], tl.float32)
+    for part in range(start, end):
+        at = part * NUM_HEADS + head
+        share = tl.exp2(tl.load(sums + at) - most)
+        mean += share * tl.load(found + at * DIM + dims).to(tl.float32)
+        total += share
+    at = (row * NUM_HEADS + head) * DIM + dims
+    tl.store(out + at, (mean / total).to(out.dtype.element_ty))
+
+
+def merge_parts(found: Tensor, sums: Tensor, first: Tensor, out: Tensor) -> None:
+    """See `reference.merge_parts`; all tensors are contiguous, heads are a power of two wide."""
+    rows, num_heads, dim = out.shape
+    kernel[(rows, num_heads)](
+        found, sums, first, out, NUM_HEADS=num_heads, DIM=dim, num_warps=max(1, dim // 128)
+    )

@@ -1,0 +1,49 @@
+"""The sum of attention over parts of keys under Triton's interpreter against plain torch."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.worker.cuda.kernels import reference
+from tests.engine.worker.cuda.kernels.interpreted import interpreted
+from tests.noise import bfloat16_noise as noise
+
+parts = interpreted("parts")
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    counts=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    heads=st.integers(1, 3),
+    dim=st.sampled_from([64, 128]),
+    spread=st.sampled_from([0.1, 30.0]),
+)
+def test_rows_of_any_number_of_parts(
+    counts: list[int], heads: int, dim: int, spread: float
+) -> None:
+    first = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    total = int(first[-1])
+    found = noise(total + 2, heads, dim)
+    found[total:] = torch.nan  # parts of no row
+    sums = noise(total + 2, heads, seed=1, dtype=torch.float32) * spread
+    one, other = (torch.empty(len(counts), heads, dim, dtype=torch.bfloat16) for _ in range(2))
+    parts.merge_parts(found, sums, first, one)
+    reference.merge_parts(found, sums, first, other)
+    torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+def test_parts_add_up_to_attention_over_all_keys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(size, 2, 64, generator=generator) for size in (1, 90, 90))
+    scores = torch.einsum("qhd,khd->hqk", q, k)
+    wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    found, sums = [], []
+    for keys in (slice(0, 40), slice(40, 41), slice(41, 90)):
+        some = scores[..., keys]
+        found.append(torch.einsum("hqk,khd->qhd", some.softmax(-1), v[keys]))
+        sums.append(some.logsumexp(-1).t() / reference.LN_2)
+    out = torch.empty(1, 2, 64)
+    first = torch.tensor([0, 3], dtype=torch.int32)
+    for merge in (parts.merge_parts, reference.merge_parts):
+        merge(torch.cat(found), torch.cat(sums), first, out)
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
