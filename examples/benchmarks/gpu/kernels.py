@@ -3,8 +3,10 @@
     python -m examples.benchmarks.gpu.kernels [--copy-to DIR] [--json FILE]
 
 Cold builds one after the other take longer than a stage of the check; together they are estimated
-at a few minutes on 16 cores. Each module is reported when it is built. Modules in FlashInfer's
-cache are not built again, so a build that was cut short goes on where it ended.
+at a few minutes on 16 cores. Those that Llama needs, which the first figures are of, come before
+the others: ninja finishes modules that it builds together at about the same time. Each module is
+reported when it is built. Modules in FlashInfer's cache are not built again, so a build that was
+cut short goes on where it ended.
 """
 
 import argparse
@@ -27,13 +29,14 @@ from adapters.attention.flashinfer.modules import (
 )
 
 GATES = ("silu", "gelu", "gelu_tanh")
+NUM_FIRST = 4  # norm, which some machines cannot build, FA2, XQA and the gate of Llama
 PAGE = 16  # tokens of a block
 PACKED = ((128, 4), (128, 7), (64, 7))  # head size and query heads per KV head: Llama, two Qwen
 
 
 def specs() -> list[Module]:
     """FlashInfer's build specifications: norm, gates, and attention in each dtype, by FA2 and
-    XQA."""
+    XQA. The first `NUM_FIRST` are Llama's."""
     import torch
 
     from engine.worker.cuda.build_environment import missing_norm_headers
@@ -45,10 +48,22 @@ def specs() -> list[Module]:
         return fa2(q, kv, dim, window=window, soft_cap=False)
 
     found: list[Module] = [] if missing_norm_headers() else [norm()]
-    found += [plain(half, half, dim, window=each) for dim in (128, 64) for each in (False, True)]
-    found += [plain(torch.float16, torch.float16, 128), plain(half, fp8, 128)]
-    found += [xqa(half, PAGE, dim, group, window=False) for dim, group in PACKED]
-    return found + [gate(name) for name in GATES]
+    packed = [xqa(half, PAGE, dim, group, window=False) for dim, group in PACKED]
+    found += [plain(half, half, 128), packed[0], gate(GATES[0])]
+    found += [plain(half, half, 128, window=True)]
+    found += [plain(half, half, 64, window=each) for each in (False, True)]
+    found += [plain(torch.float16, torch.float16, 128), plain(half, fp8, 128), *packed[1:]]
+    found += [plain(half, half, dim) for dim in (256, 512)]
+    return found + [gate(name) for name in GATES[1:]]
+
+
+def llama_first(modules: Sequence[Module]) -> None:
+    """FlashInfer's own build of the modules that Llama needs, then of the others."""
+    names = [each.name for each in specs()[:NUM_FIRST]]
+    for is_first in (True, False):
+        some = [each for each in modules if (each.name in names) == is_first]
+        if some:
+            build_side_by_side(some)
 
 
 def build_all(
@@ -84,7 +99,7 @@ def main() -> int:
 
     prepare_environment(torch.cuda.get_device_capability())
     began, modules = time.perf_counter(), specs()
-    build_all(modules, build_side_by_side, arguments.json)
+    build_all(modules, llama_first, arguments.json)
     built = [each for each in modules if is_built(each)]
     seconds = time.perf_counter() - began
     print(f"{len(built)} of {len(modules)} modules in {seconds:.0f} s", flush=True)

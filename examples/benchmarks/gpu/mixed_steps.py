@@ -44,7 +44,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each case, twice")
     args = parser.parse_args()
     cases = [[int(each) for each in case.split("+")] for case in args.cases]
-    worker = load(args, cases)
+    lengths = [[args.context] * decodes + pieces for decodes, *pieces in cases]
+    worker = load(args, lengths)
     rows = [measure(worker, case, args.context, args.seconds) for case in cases]
     report = worker.report
     found = {"shape": args.shape, "device": report.device, "graphs": report.graphs, "mixed": rows}
@@ -52,12 +53,9 @@ def main() -> None:
 
 
 def load(args: argparse.Namespace, cases: Sequence[Sequence[int]]) -> Worker:
-    """A worker with room for the largest case."""
-    most = max(decodes + len(pieces) for decodes, *pieces in cases)
-    slots = max(
-        decodes * -(-args.context // BLOCK) + sum(-(-each // BLOCK) for each in pieces)
-        for decodes, *pieces in cases
-    )
+    """A worker with room for the largest case, which are the tokens of its requests."""
+    most = max(map(len, cases))
+    slots = max(sum(-(-each // BLOCK) for each in case) for case in cases)
     kernel_choices = Path(user_cache_path("podway", appauthor=False)) / "kernel_choices"
     return Worker.load(
         WorkerSettings(
@@ -93,10 +91,13 @@ def measure(worker: Worker, case: Sequence[int], context: int, seconds: float) -
 
 
 def entries_of(case: Sequence[int], context: int, size: int) -> tuple[StepEntry, ...]:
-    """Decodes at the end of their context, then whole prompts, each in blocks of `size` tokens of
-    its own."""
+    """Decodes at the end of their context, then whole prompts."""
     decodes, *pieces = case
-    sizes = [(context - 1, 1)] * decodes + [(0, each) for each in pieces]
+    return paged([(context - 1, 1)] * decodes + [(0, each) for each in pieces], size)
+
+
+def paged(sizes: Sequence[tuple[int, int]], size: int) -> tuple[StepEntry, ...]:
+    """Requests by their cached and new tokens, each in blocks of `size` tokens of its own."""
     entries, first = [], 0
     for number, (start, length) in enumerate(sizes):
         stop = first - (-(start + length) // size)

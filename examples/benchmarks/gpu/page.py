@@ -46,6 +46,8 @@ def page(machine: dict[str, str], outcomes: Sequence[Outcome]) -> str:
             lines += ["", *steps(outcome)]
         if "mixed" in outcome.figures:
             lines += ["", *mixed_steps(outcome.figures)]
+        if "unequal" in outcome.figures:
+            lines += ["", *unequal(outcome.figures)]
     for outcome in outcomes:
         lines += list(complaints(outcome))
     return "\n".join(lines) + "\n"
@@ -124,6 +126,20 @@ def mixed_steps(figures: dict[str, Any]) -> Iterator[str]:
         pieces = ", ".join(map(str, row["pieces"])) or "none"
         times = f"{row['seconds'] * 1e3:.2f} | {row['eager_seconds'] * 1e3:.2f}"
         yield f"| {row['decodes']} | {pieces} | {row['graph'] or 'none'} | {times} |"
+
+
+def unequal(figures: dict[str, Any]) -> Iterator[str]:
+    """The table of decodes of which one is longer."""
+    yield f"## {figures['shape']}: decodes beside a long one"
+    yield "\n| decodes | and one of | keys divided | ms | undivided, ms | of equal lengths, ms |"
+    yield "|---|---|---|---|---|---|"
+    for row in figures["unequal"]:
+        names = "seconds", "whole_seconds", "even_seconds"
+        times = " | ".join(f"{row[name] * 1e3:.2f}" for name in names)
+        yield (
+            f"| {row['decodes']} × {row['context']:,} | {row['longest']:,} | "
+            f"{'yes' if row['divides'] else 'no'} | {times} |"
+        )
 
 
 def complaints(outcome: Outcome) -> Iterator[str]:

@@ -16,6 +16,8 @@ from examples.benchmarks.gpu.stages import Stage, StageFailed, command, started,
 
 # The tests that need a GPU; collecting all tests would need every client library.
 GPU_TESTS = ("tests/gpu", "tests/adapters/attention", "tests/engine/worker/test_roofline.py")
+FIRST_TESTS = ("tests/adapters/attention/test_flashinfer_gpu.py", "-k", "steps_as_they_come")
+FP8 = ("--weights", "fp8", "--kv-cache-dtype", "fp8")
 PODWAY = (sys.executable, "-m", "gateway")
 
 
@@ -28,12 +30,7 @@ class WorkerRun:
     context: int
     prompts: str
     seconds: float  # for the whole stage
-    weights: str = "auto"
-
-    @property
-    def name(self) -> str:
-        """The name of its stage."""
-        return f"alone: {self.shape}{'' if self.weights == 'auto' else f' {self.weights}'}"
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,10 @@ class Plan:
             return cls(device, rehearsal, (small,), "TINY", 8, 8, 240.0, folder)
         alone = (
             WorkerRun("Llama-3.1-8B", "1,64,256", 1024, "8x2048", 170.0),
-            WorkerRun("Llama-3.1-8B", "1,8,64,256", 1024, "8x2048", 80.0, "int4"),
+            WorkerRun("Llama-3.1-8B", "1,8,64,256", 1024, "8x2048", 80.0, ("--weights", "int4")),
+            WorkerRun("Llama-3.1-8B", "1,64,256", 1024, "8x2048", 80.0, FP8),
+            WorkerRun("Qwen3-30B-A3B", "1,64", 1024, "8x2048", 120.0),
+            WorkerRun("gpt-oss-20b", "1,64", 1024, "8x2048", 120.0),
             WorkerRun("Qwen2.5-0.5B", "1,64,256", 1024, "8x2048", 50.0),
             WorkerRun("Qwen2.5-7B", "1,64", 1024, "8x2048", 80.0),
         )
@@ -72,15 +72,26 @@ class Plan:
 
     def stages(self) -> list[Stage]:
         """All stages in the order in which they run, the most important first."""
-        alone = [Stage(one.name, one.seconds, partial(run_alone, self, one)) for one in self.alone]
+        alone = [
+            Stage(
+                " ".join((f"alone: {one.shape}", *one.flags)),
+                one.seconds,
+                partial(run_alone, self, one),
+            )
+            for one in self.alone
+        ]
         builds = self.device != "cpu" and self.attention == "auto"
         build = [Stage("kernels", 300.0, partial(build_kernels, self))] if builds else []
+        if builds:
+            first = "attention against float32"
+            build.append(Stage(first, 60.0, partial(run_tests, FIRST_TESTS)))
         if self.device != "cpu":
             build.insert(0, Stage("Triton kernels", 90.0, verify_triton_kernels))
         return [
             *build,
             alone[0],
             Stage("mixed steps", 60.0 + 0.5 * self.http_seconds, partial(run_mixed, self)),
+            Stage("unequal lengths", 60.0, partial(run_unequal, self)),
             Stage("tests", 150.0, partial(run_tests, self.tests)),
             Stage("server over HTTP", self.http_seconds, partial(run_server, self)),
             *alone[1:],
@@ -122,7 +133,7 @@ def run_alone(plan: Plan, one: WorkerRun, seconds: float) -> dict[str, Any]:
     path, limits = plan.folder / "alone.json", plan.folder / "limits.json"
     flags = ["--offline", one.shape, "--device", plan.device, "--batch-sizes", one.batch_sizes]
     flags += ["--context", str(one.context), "--prompt-lengths", one.prompts]
-    flags += ["--attention", plan.attention, "--weights", one.weights]
+    flags += ["--attention", plan.attention, *one.flags]
     flags += ["--seconds", "0.2" if plan.device == "cpu" else "2", "--json", str(path)]
     flags += ["--in-flight", "2"]
     if limits.exists():
@@ -144,6 +155,16 @@ def run_mixed(plan: Plan, seconds: float) -> dict[str, Any]:
     if plan.device == "cpu":
         flags += ["--cases", "4", "3+5", "--seconds", "0.1"]
     run = [sys.executable, "-m", "examples.benchmarks.gpu.mixed_steps", *flags]
+    found: dict[str, Any] = json.loads(command(run, seconds).splitlines()[-1])
+    return found
+
+
+def run_unequal(plan: Plan, seconds: float) -> dict[str, Any]:
+    """Decodes of which one has a much longer context, with and without dividing its keys."""
+    flags = ["--shape", plan.served, "--device", plan.device, "--attention", plan.attention]
+    if plan.device == "cpu":
+        flags += ["--cases", "3x8+32", "--seconds", "0.1"]
+    run = [sys.executable, "-m", "examples.benchmarks.gpu.unequal", *flags]
     found: dict[str, Any] = json.loads(command(run, seconds).splitlines()[-1])
     return found
 

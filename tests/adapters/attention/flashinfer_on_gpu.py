@@ -23,7 +23,7 @@ from engine.worker.ports import AttentionSpec, ModelShape, RaggedLayout, RopeAng
 from tests.attention_backends import gpu_cache
 
 FP8 = torch.float8_e4m3fn
-LIMITS = StepLimits(max_requests=256, max_tokens=4096, max_model_len=8192)
+LIMITS = StepLimits(max_requests=256, max_tokens=4096, max_model_len=33000)
 DECODES: dict[str, type[FlashInferAttention]] = {
     "fa2": Fa2FlashInferAttention,
     "xqa": XqaFlashInferAttention,

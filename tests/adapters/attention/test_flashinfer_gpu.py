@@ -51,6 +51,7 @@ STEPS = {
     "256 mixed lengths": tuple(((i * 37) % 3000, 1) for i in range(256)),
     "60 decodes and a chunk": (*(((i * 53) % 2000, 1) for i in range(60)), (0, 2048)),
     "a chunk behind a long prefix": ((7000, 512),),
+    "contexts of 33 to 32,768": ((32, 1), (4095, 1), (32767, 1), (300, 33)),
     "first chunks": ((0, 300), (0, 700), (0, 16), (0, 1000)),
 }
 

@@ -25,9 +25,10 @@ class Captured(NamedTuple):
     inputs: tuple[Tensor, Tensor, Tensor]
     out: Tensor
     baked: tuple[int, ...]
+    divides: bool
 
 
-def capture(gpu: OnGpu, size: int, *, is_mixed: bool = False) -> Captured:
+def capture(gpu: OnGpu, size: int, *, is_mixed: bool = False, divides: bool = False) -> Captured:
     blank = blank_layout(size, NUM_PAGES, gpu.shape.page_size)
     if is_mixed:
         blank = replace(blank, num_decodes=0)
@@ -35,15 +36,15 @@ def capture(gpu: OnGpu, size: int, *, is_mixed: bool = False) -> Captured:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.inference_mode(), torch.cuda.stream(stream):
         for _ in range(2):
-            gpu.attention.plan_captured(blank)
+            gpu.attention.plan_captured(blank, divides=divides)
             gpu.attention.run(0, *inputs, None)
-        baked = gpu.attention.plan_captured(blank)
+        baked = gpu.attention.plan_captured(blank, divides=divides)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             out = gpu.attention.run(0, *inputs, None)
     torch.cuda.synchronize()
-    return Captured(graph, inputs, out, baked)
+    return Captured(graph, inputs, out, baked, divides)
 
 
 def replay(gpu: OnGpu, captured: Captured, step: Paged) -> None:
@@ -61,7 +62,8 @@ def _replay(gpu: OnGpu, captured: Captured, layout: RaggedLayout) -> None:
     size = len(captured.out)
     for static, new in zip(captured.inputs, gpu.step(size), strict=True):
         static.copy_(new)
-    assert gpu.attention.plan_captured(padded(layout, size, NUM_PAGES)) == captured.baked
+    wide = padded(layout, size, NUM_PAGES)
+    assert gpu.attention.plan_captured(wide, divides=captured.divides) == captured.baked
     captured.out.fill_(torch.nan)
     captured.graph.replay()
 
@@ -108,6 +110,15 @@ def test_a_graph_holds_decodes_and_pieces_of_prompts(shape: Shape, size: int) ->
         pieces = ((0, 2 + turn % 9), (16 * turn, 2 + turn % 13))
         replay(gpu, captured, Paged((*rows, *pieces), 16, seed=turn))
         replay(gpu, decodes, Paged(rows[:8], 16, seed=turn))
+
+
+def test_a_second_graph_adds_up_the_parts_of_long_requests() -> None:
+    gpu = OnGpu(LLAMA, NUM_PAGES)
+    size = next(each for each in (40, 64, 128, 256) if gpu.attention.may_divide(each))
+    captured = capture(gpu, size, divides=True)
+    for turn, longest in enumerate((8000, 1, 513, 4097)):
+        rows = tuple((turn + 7 * i, 1) for i in range(30))
+        replay(gpu, captured, Paged(((longest, 1), *rows), 16, seed=turn))
 
 
 def test_contexts_may_be_far_longer_than_at_the_capture() -> None:

@@ -15,7 +15,15 @@ import torch
 
 from adapters.attention.flashinfer.modules import Module as BuildsLibrary
 from examples.benchmarks.gpu import __main__ as gpu
-from examples.benchmarks.gpu import estimate, kernels, mixed_steps, page, plan, stages
+from examples.benchmarks.gpu import (
+    estimate,
+    kernels,
+    mixed_steps,
+    page,
+    plan,
+    stages,
+    unequal,
+)
 from tests.engine.worker.cuda.launching import on_stand_ins
 from tests.examples.running import ROOT
 from tests.models.checkpoints import make_checkpoint
@@ -74,6 +82,10 @@ MIXED = {
 }
 
 
+UNEQUAL = {"decodes": 40, "context": 1024, "longest": 32768, "divides": True}
+UNEQUAL |= {"seconds": 0.008, "whole_seconds": 0.014, "even_seconds": 0.0075}
+
+
 def a_run(kind: str, fraction: float) -> dict[str, object]:
     row = {
         "kind": kind,
@@ -112,6 +124,7 @@ def test_the_page_shows_figures_beside_goals(tmp_path: Path) -> None:
             "tests", "failed", 9.0, {"passed": 3, "skipped": 0, "failed": {"a::b": "x"}}
         ),
         stages.Outcome("mixed steps", "done", 30.0, {"shape": "Llama-3.1-8B", "mixed": [MIXED]}),
+        stages.Outcome("unequal lengths", "done", 9.0, {"shape": "Llama", "unequal": [UNEQUAL]}),
         stages.Outcome("server over HTTP", "done", 50.0, busy),
     ]
     path = page.write(tmp_path, MACHINE, outcomes)
@@ -122,8 +135,11 @@ def test_the_page_shows_figures_beside_goals(tmp_path: Path) -> None:
     assert "| 256 streams over HTTP, as busy as the worker alone | 93 % | 90 % |  |" in text
     assert "- `a::b`: x" in text
     assert "| 255 | 64 | 320 | 9.00 | 15.00 |" in text
+    assert "| 40 × 1,024 | 32,768 | yes | 8.00 | 14.00 | 7.50 |" in text
     figures = json.loads(path.with_suffix(".json").read_text())
-    assert [stage["status"] for stage in figures["stages"]] == ["done", "failed", "done", "done"]
+    assert [stage["status"] for stage in figures["stages"]] == [
+        "done", "failed", "done", "done", "done"
+    ]  # fmt: skip
 
 
 def test_mixed_steps_are_timed_in_their_graph_and_eagerly(tmp_path: Path) -> None:
@@ -136,6 +152,27 @@ def test_mixed_steps_are_timed_in_their_graph_and_eagerly(tmp_path: Path) -> Non
         assert rows[-1]["graph"] == graph
         assert {*planned[before:]} == {graph if case == (3,) else -graph}
     assert all(row["seconds"] > 0.0 and row["eager_seconds"] > 0.0 for row in rows)
+
+
+def test_decodes_beside_a_long_one_are_timed_with_and_without_dividing_its_keys(
+    tmp_path: Path,
+) -> None:
+    found = on_stand_ins(make_checkpoint(tmp_path), max_batch_size=4, max_batch_tokens=96)
+    attention = found.device.made[-1]
+    row = unequal.measure(found.worker, unequal.Case.of("3x4+40"), 0.0)
+    assert (row["decodes"], row["context"], row["longest"], row["divides"]) == (3, 4, 40, True)
+    assert all(row[name] > 0.0 for name in ("seconds", "whole_seconds", "even_seconds"))
+    assert len(attention.planned) > 2 * len(attention.divided) > 0
+    assert not unequal.measure(found.worker, unequal.Case.of("3x9+10"), 0.0)["divides"]
+
+
+def test_attention_is_compared_before_any_speed_is_measured(tmp_path: Path) -> None:
+    names = [stage.name for stage in plan.Plan.of("cuda", tmp_path).stages()]
+    assert names[:4] == [
+        "Triton kernels", "kernels", "attention against float32", "alone: Llama-3.1-8B"
+    ]  # fmt: skip
+    assert "alone: Llama-3.1-8B --weights fp8 --kv-cache-dtype fp8" in names
+    assert {"alone: Qwen3-30B-A3B", "alone: gpt-oss-20b", "unequal lengths"} < {*names}
 
 
 def test_the_results_of_pytest_are_read(tmp_path: Path) -> None:
@@ -230,6 +267,18 @@ def test_builds_report_each_module_and_one_that_fails_does_not_end_the_others(
     ]
     assert {line.split(",")[0] for line in lines[3:]} == {"built rope", "built page"}
     assert lines[-1].endswith("(4 of 4)")
+
+
+def test_the_modules_of_the_first_figures_are_built_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [Module(name, Path(name)) for name in ("norm", "fa2", "xqa", "silu", "gelu", "fp8")]
+    calls: list[list[str]] = []
+    monkeypatch.setattr(kernels, "specs", lambda: modules)
+    monkeypatch.setattr(
+        kernels, "build_side_by_side", lambda some: calls.append([each.name for each in some])
+    )
+    kernels.llama_first(modules[1:])
+    kernels.llama_first(modules[5:])
+    assert calls == [["fa2", "xqa", "silu"], ["gelu", "fp8"], ["fp8"]]
 
 
 def test_modules_built_before_the_stage_ran_out_of_time_are_kept(

@@ -159,7 +159,7 @@ class StepGraphs:
         """Plan attention and replay; hidden states `[size, hidden]`, which the next replay of any
         size overwrites. If the plan is not the one that was captured, the step and all later ones
         of its kind run without the graph."""
-        kind, layers = self._kind_of(layout), self._layers
+        kind, layers = self.kind_of(layout), self._layers
         captured = self._captured[kind]
         if layers.received is not None:
             assert hidden is not None, "later stages receive hidden states"
@@ -173,7 +173,7 @@ class StepGraphs:
         layers.attention.plan(layout)
         return layers(captured.ids, captured.positions)
 
-    def _kind_of(self, layout: RaggedLayout) -> GraphKind:
+    def kind_of(self, layout: RaggedLayout) -> GraphKind:
         """The graph of a padded step."""
         kind = GraphKind(layout.is_decode_only, layout.num_tokens)
         second = kind._replace(divides=True)
