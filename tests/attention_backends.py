@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adapters.attention import BACKENDS
 from adapters.attention.flashinfer.backend import FlashInferAttention
+from adapters.attention.flashinfer.fit import unsupported_shape
 from engine.worker.cuda.memory import NUM_SPARE, GpuMemory
 from engine.worker.device import Formats
 from engine.worker.model.kv.kv_tensors import allocate
@@ -86,6 +87,18 @@ class OnStandIn:
         """Run a layer after the stream has done all that it was given."""
         self._stand_in.catch_up()
         return self._attention.run(layer, q, k, v, rope, sinks)
+
+
+class WorkerOnStandIn(OnStandIn):
+    """In the table of backends: `flashinfer` in float32, for whole workers."""
+
+    def __init__(self, spec: AttentionSpec, cache: KVTensors, pool: ThreadPool) -> None:
+        stand_in = StandIn()
+        super().__init__(FlashInferAttention(spec, cache, pool, stand_in), stand_in)
+
+    @staticmethod
+    def why_not(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: int) -> str:
+        return unsupported_shape(replace(spec, dtype=torch.bfloat16), torch.bfloat16, block_size)
 
 
 def _on_stand_in(

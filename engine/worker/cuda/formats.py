@@ -21,8 +21,8 @@ def weight_format(
     if asked == "auto" and preferred is not None:
         if not FORMATS_IN_4_BITS.isdisjoint(preferred.stored):
             return STORED
-        known = LINEARS.keys() if dtype is not torch.float32 else {"int8"}
-        if preferred.stored and known >= {*preferred.stored}:
+        computed = {*LINEARS} if dtype is not torch.float32 else {"int8"}
+        if preferred.stored and computed >= {*preferred.stored}:
             return STORED
         asked = preferred.format or own
     if asked in ("auto", own):

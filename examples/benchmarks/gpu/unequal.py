@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from engine.step import Step, StepId
+from engine.worker.cuda.step.graphs import StepGraphs
 from engine.worker.model.layout import build_layout
 from engine.worker.process.worker import Worker
 from examples.benchmarks.gpu.mixed_steps import load, pace, paged
@@ -69,7 +70,8 @@ def measure(worker: Worker, case: Case, seconds: float) -> dict[str, Any]:
     entries = paged([(each - 1, 1) for each in case.lengths], size)
     layout = build_layout(Step(StepId(0), entries), worker.parts.limits)
     wide = None if stage.graphs is None else stage.graphs.padded(layout)
-    divides = wide is not None and stage.graphs is not None and stage.graphs.kind_of(wide).divides
+    graphs = stage.graphs
+    divides = wide is not None and isinstance(graphs, StepGraphs) and graphs.kind_of(wide).divides
     served = whole = timed(case.lengths)
     if divides:
         with patch.object(stage.attention, "divides", lambda layout: False):

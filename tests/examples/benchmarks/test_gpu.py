@@ -82,7 +82,7 @@ MIXED = {
 }
 
 
-UNEQUAL = {"decodes": 40, "context": 1024, "longest": 32768, "divides": True}
+UNEQUAL: dict[str, Any] = {"decodes": 40, "context": 1024, "longest": 32768, "divides": True}
 UNEQUAL |= {"seconds": 0.008, "whole_seconds": 0.014, "even_seconds": 0.0075}
 
 

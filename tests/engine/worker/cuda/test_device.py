@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from adapters.attention import BACKENDS
 from adapters.attention.reference import ReferenceAttention
 from engine.errors import StartupError
 from engine.step import RequestId, SampleSpec, Step, StepEntry, StepId
@@ -59,6 +60,25 @@ def test_every_family_has_the_logits_of_a_cpu(tmp_path: Path, variant: str) -> N
     settings = gpu_settings(tmp_path, dtype="float32")
     on_cpu = Driver(load_worker(tmp_path), seed=1)
     stand_in = Driver(on_gpu(settings, StandingGpu(total_bytes=1 << 31)), seed=1)
+    for piece in [(0, range(1, 20)), (1, (5,)), (0, (7,))]:
+        torch.testing.assert_close(stand_in.logits(piece), on_cpu.logits(piece), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "variant", ["phi3", "gemma2", "gemma3", "gemma4", "gpt_oss", "deepseek_v2", "qwen3"]
+)
+def test_families_have_the_logits_of_a_cpu_by_flashinfer_too(
+    tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With windows, soft caps, sinks, shared KV, heads of several sizes and of none of a kernel's,
+    eagerly and in graphs."""
+    monkeypatch.setitem(BACKENDS, "flashinfer", "tests.attention_backends:WorkerOnStandIn")
+    make_checkpoint(tmp_path, variant)
+    settings = gpu_settings(tmp_path, dtype="float32", attention="flashinfer")
+    worker = on_gpu(settings, StandingGpu(total_bytes=1 << 31))
+    assert worker.report.attention == "flashinfer"
+    assert worker.report.graphs == (64,)
+    on_cpu, stand_in = Driver(load_worker(tmp_path), seed=1), Driver(worker, seed=1)
     for piece in [(0, range(1, 20)), (1, (5,)), (0, (7,))]:
         torch.testing.assert_close(stand_in.logits(piece), on_cpu.logits(piece), rtol=0, atol=1e-3)
 
