@@ -74,10 +74,14 @@ class StandIn(StandInStream):
     def merge_parts(self) -> MergeParts:
         """The kernel's reference."""
 
-        def merge(found: Tensor, sums: Tensor, first: Tensor, out: Tensor) -> None:
+        def merge(
+            found: Tensor, sums: Tensor, first: Tensor, out: Tensor, sinks: Tensor | None
+        ) -> None:
             self.calls.append(("merge_parts", {"first": first}))
+            self.check_device("first", first, torch.int32)
+            assert all(each.is_contiguous() for each in (found, sums, out))
             self.catch_up()
-            reference.merge_parts(found, sums, first, out)
+            reference.merge_parts(found, sums, first, out, sinks)
 
         return merge
 

@@ -20,12 +20,13 @@ from adapters.attention.flashinfer.fit import (
     unsupported_packed,
     unsupported_shape,
 )
-from adapters.attention.flashinfer.launches import Geometry, MixedLaunch, Planned
+from adapters.attention.flashinfer.launches import Geometry, MixedLaunch, Planned, Sinks
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import Library
 from adapters.attention.flashinfer.tables import PageTableArena, PageTableArenas, PageTables
 from adapters.attention.flashinfer.workspace import Workspaces, check_limits
 from engine.errors import StartupError
+from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import CacheRows
 from engine.worker.ports import AttentionSpec, KVTensors, RaggedLayout, RopeAngles, ThreadPool
 
@@ -74,6 +75,9 @@ class FlashInferAttention:
         )
         self._write = library.rope_and_cache_write(kv_dtype)
         self._scales = spec.k_scale, spec.v_scale
+        self._merge = library.merge_parts() or reference.merge_parts
+        self._first = library.on_device(sizes.tokens + 1, torch.int32)
+        self._first.copy_(torch.arange(sizes.tokens + 1, dtype=torch.int32))
         self._mixed = self._mixed_launch()
         self._decodes = self._mixed_launch()
         self._captured = CapturedLaunches(
@@ -144,9 +148,10 @@ class FlashInferAttention:
         dim = q.shape[2]
         q = self._rope_and_write(layer, q, k, v, rope)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        of_layer = None if sinks is None else Sinks(sinks, self._first, self._merge)
         for planned in self._planned:
             rows = planned.rows
-            planned.launch.run(q[rows], self._pages[layer], out[rows], sinks)
+            planned.launch.run(q[rows], self._pages[layer], out[rows], of_layer)
         return out[..., :dim].contiguous()
 
     def _rope_and_write(

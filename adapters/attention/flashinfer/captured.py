@@ -74,7 +74,7 @@ class CapturedLaunches:
         those of all requests into equally many parts. A window makes lengths equal.
         """
         spec = self._geometry.spec
-        if self._merge is None or size == 1 or spec.window is not None or spec.has_sinks:
+        if self._merge is None or size == 1 or spec.window is not None:
             return False
         return self._disables_splits(size) or self.decodes(size) is self._packed
 

@@ -17,6 +17,7 @@ from adapters.attention.flashinfer.launches import (
     BLOCKS_PER_PROCESSOR,
     CapturedLaunch,
     Geometry,
+    Sinks,
 )
 from adapters.attention.flashinfer.ports import Library, MergeParts
 from adapters.attention.flashinfer.tables import PARTS_PER_ROW, PageTableArena, PageTables
@@ -92,15 +93,15 @@ class DividedLaunch:
         self._launch.plan(arena, parts.tables, indices)
 
     def run(
-        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None = None
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Sinks | None = None
     ) -> None:
         """Attention of one layer into `out`."""
-        assert sinks is None, "layers with sinks are not divided"
         repeated = q.index_select(0, self._rows)
         found = torch.empty_like(repeated)
         sums = torch.empty(repeated.shape[:2], dtype=torch.float32, device=q.device)
         self._geometry.run(self._launch.wrapper, repeated, pages, found, sums)
-        self._merge(found, sums, self._first, out)
+        scores = None if sinks is None else sinks.scores
+        self._merge(found, sums, self._first, out, scores)
 
     def baked(self, library: Library) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""

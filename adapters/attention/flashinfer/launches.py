@@ -6,7 +6,7 @@ own copy comes, in stream order, after all layers that read the previous split.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,16 +16,24 @@ from adapters.attention.flashinfer.ports import (
     CapturedWrapper,
     DeviceEvent,
     Library,
+    MergeParts,
     MixedWrapper,
     PlanArguments,
     RunsPaged,
 )
 from adapters.attention.flashinfer.tables import PageTableArena, PageTables
-from engine.worker.cuda.kernels.reference import LN_2
 from engine.worker.ports import AttentionSpec, KVTensors
 
 NO_WINDOW = -1  # FlashInfer's value for full attention
 BLOCKS_PER_PROCESSOR = 2  # thread blocks that run at once; FlashInfer splits up to so many
+
+
+class Sinks(NamedTuple):
+    """The attention sinks of a layer, each a key without a value, and what adds them to rows."""
+
+    scores: Tensor  # [heads], float32
+    first: Tensor  # 0, 1, 2 … up to the rows of a step, int32: each row has one part
+    merge: MergeParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +94,16 @@ class Geometry:
         q: Tensor,
         pages: tuple[Tensor, Tensor],
         out: Tensor,
-        sinks: Tensor | None,
+        sinks: Sinks | None,
     ) -> None:
-        """Run a planned wrapper into `out`.
-
-        A sink adds `exp(sink)` to the sum of a row's exponentiated scores: the row is divided by as
-        much more, `1 + exp(sink - ln(sum))`. The kernel returns the sums' logarithms to base 2.
-        """
+        """Run a planned wrapper into `out`."""
         if sinks is None:
             self.run(wrapper, q, pages, out)
             return
         sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self.run(wrapper, q, pages, out, sums)
-        more = torch.sub(sinks, sums, alpha=LN_2).exp_().add_(1.0)
-        out.div_(more[:, :, None])
+        found = torch.empty_like(out)
+        self.run(wrapper, q, pages, found, sums)
+        sinks.merge(found, sums, sinks.first[: len(q) + 1], out, sinks.scores)
 
     def run(
         self,
@@ -166,7 +170,7 @@ class MixedLaunch:
         self._staged.record()
 
     def run(
-        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None = None
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Sinks | None = None
     ) -> None:
         """Attention of one layer into `out`."""
         self._geometry.attend(self._wrapper, q, pages, out, sinks)
@@ -211,7 +215,7 @@ class CapturedLaunch:
         self._staged.record()
 
     def run(
-        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None = None
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Sinks | None = None
     ) -> None:
         """Attention of one layer into `out`."""
         self._geometry.attend(self.wrapper, q, pages, out, sinks)
@@ -234,7 +238,7 @@ class Launch(Protocol):
         ...
 
     def run(
-        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None = None
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Sinks | None = None
     ) -> None:
         """Attention of one layer into `out`; q and `out` have the heads of the kernel."""
         ...

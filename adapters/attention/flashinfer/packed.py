@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.launches import Geometry
+from adapters.attention.flashinfer.launches import Geometry, Sinks
 from adapters.attention.flashinfer.ports import Library, PackedDecode
 from adapters.attention.flashinfer.tables import PageTableArena, PageTables, TableSizes
 from engine.worker.ports import Int64s
@@ -80,7 +80,7 @@ class PackedLaunch:
         self._tables.put(arena, tables, indices)
 
     def run(
-        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None = None
+        self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Sinks | None = None
     ) -> None:
         """Attention of one layer into `out`; q `[rows, heads, dim]` is contiguous."""
         assert sinks is None, "this kernel is not used with sinks"

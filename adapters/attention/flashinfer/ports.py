@@ -20,8 +20,9 @@ RopeAndCacheWrite = Callable[
     None,
 ]
 
-# What parts of rows found, their sums, the first part of each row; into the last tensor.
-MergeParts = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+# What parts of rows found, their sums, the first part of each row; into the next tensor, with
+# sinks.
+MergeParts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
 
 
 class DeviceEvent(Protocol):

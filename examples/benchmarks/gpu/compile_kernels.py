@@ -50,9 +50,11 @@ def variants() -> Iterator[Variant]:
     """All kernels, in the types and widths that matter."""
     yield from _rope()
     yield from _rows()
-    types = {"found": "*bf16", "sums": "*fp32", "out": "*bf16"}
-    constants: dict[str, object] = {"NUM_HEADS": 32, "DIM": 128}
-    yield Variant("parts", "kernel", "merge_parts", types, constants, {"num_warps": 1})
+    types = {"found": "*bf16", "sums": "*fp32", "sinks": "*fp32", "out": "*bf16"}
+    types["first"] = "*i32"
+    for name, has_sinks, dim in (("merge_parts", False, 128), ("merge_parts sinks", True, 64)):
+        constants: dict[str, object] = {"NUM_HEADS": 32, "DIM": dim, "HAS_SINKS": has_sinks}
+        yield Variant("parts", "kernel", name, types, constants, {"num_warps": 1})
     yield from _products()
     yield from _four_bit()
     yield from _products_with_fp8()

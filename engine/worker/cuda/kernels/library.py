@@ -169,13 +169,14 @@ class Trial:
             check("product with fp8", found, reference.product(x, weight, self.dtype))
 
     def parts(self, module: ModuleType) -> None:
-        """Attention over one, two and three parts of keys."""
+        """Attention over one, two and three parts of keys, and sinks."""
         found, sums = self.noise(6, 4, 64), self.noise(6, 4, seed=1).float()
         first = torch.tensor([0, 1, 3, 6], dtype=torch.int32, device=self.place)
         one, other = (self.noise(3, 4, 64) for _ in range(2))
-        module.merge_parts(found, sums, first, one)
-        reference.merge_parts(found, sums, first, other)
-        check("attention over parts", one, other)
+        for sinks in (None, self.noise(4, seed=2).float()):
+            module.merge_parts(found, sums, first, one, sinks)
+            reference.merge_parts(found, sums, first, other, sinks)
+            check("attention over parts", one, other)
 
 
 TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {

@@ -1,13 +1,24 @@
-"""Adds up attention over parts of a row's keys, in their order."""
+"""Adds up attention over parts of a row's keys, in their order, and the row's sink."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
-def kernel(found, sums, first, out, NUM_HEADS: tl.constexpr, DIM: tl.constexpr):
+def kernel(
+    found,
+    sums,
+    first,
+    sinks,
+    out,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
     """Grid: rows × heads. A part's share of its row is `2 ** (its sum - the row's)`."""
     row, head = tl.program_id(0), tl.program_id(1)
     dims = tl.arange(0, DIM)
@@ -15,7 +26,12 @@ def kernel(found, sums, first, out, NUM_HEADS: tl.constexpr, DIM: tl.constexpr):
     most = tl.load(sums + start * NUM_HEADS + head)
     for part in range(start + 1, end):
         most = tl.maximum(most, tl.load(sums + part * NUM_HEADS + head))
-    total = most * 0.0
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * LOG2_E
+        most = tl.maximum(most, sink)
+        total = tl.exp2(sink - most)
+    else:
+        total = tl.full([], 0.0, tl.float32)
     mean = tl.zeros([DIM], tl.float32)
     for part in range(start, end):
         at = part * NUM_HEADS + head
@@ -26,9 +42,19 @@ def kernel(found, sums, first, out, NUM_HEADS: tl.constexpr, DIM: tl.constexpr):
     tl.store(out + at, (mean / total).to(out.dtype.element_ty))
 
 
-def merge_parts(found: Tensor, sums: Tensor, first: Tensor, out: Tensor) -> None:
+def merge_parts(
+    found: Tensor, sums: Tensor, first: Tensor, out: Tensor, sinks: Tensor | None = None
+) -> None:
     """See `reference.merge_parts`; all tensors are contiguous, heads are a power of two wide."""
     rows, num_heads, dim = out.shape
     kernel[(rows, num_heads)](
-        found, sums, first, out, NUM_HEADS=num_heads, DIM=dim, num_warps=max(1, dim // 128)
+        found,
+        sums,
+        first,
+        sums if sinks is None else sinks,
+        out,
+        NUM_HEADS=num_heads,
+        DIM=dim,
+        HAS_SINKS=sinks is not None,
+        num_warps=max(1, dim // 128),
     )

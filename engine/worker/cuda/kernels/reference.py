@@ -202,13 +202,18 @@ def product(
     return sums.to(dtype)
 
 
-def merge_parts(found: Tensor, sums: Tensor, first: Tensor, out: Tensor) -> None:
+def merge_parts(
+    found: Tensor, sums: Tensor, first: Tensor, out: Tensor, sinks: Tensor | None = None
+) -> None:
     """Into `out` `[rows, heads, dim]` attention over all keys of a row, from that over its parts.
 
     `found` `[parts, heads, dim]` are the parts' outputs, `sums` float32 `[parts, heads]` the
     logarithms to base 2 of the sums of their exponentiated scores; parts `first[row]` to
-    `first[row + 1]` are those of a row.
+    `first[row + 1]` are those of a row. `sinks` `[heads]` are scores of keys without a value.
     """
     for row, (start, end) in enumerate(pairwise(first.tolist())):
-        shares = (sums[start:end].double() * LN_2).softmax(dim=0)
+        scores = sums[start:end].double() * LN_2
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[None].double()))
+        shares = scores.softmax(dim=0)[: end - start]
         out[row] = (shares[:, :, None] * found[start:end].double()).sum(dim=0).to(out.dtype)

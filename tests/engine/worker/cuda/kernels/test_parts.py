@@ -17,9 +17,10 @@ parts = interpreted("parts")
     heads=st.integers(1, 3),
     dim=st.sampled_from([64, 128]),
     spread=st.sampled_from([0.1, 30.0]),
+    has_sinks=st.booleans(),
 )
 def test_rows_of_any_number_of_parts(
-    counts: list[int], heads: int, dim: int, spread: float
+    counts: list[int], heads: int, dim: int, spread: float, has_sinks: bool
 ) -> None:
     first = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
     total = int(first[-1])
@@ -27,16 +28,19 @@ def test_rows_of_any_number_of_parts(
     found[total:] = torch.nan  # parts of no row
     sums = noise(total + 2, heads, seed=1, dtype=torch.float32) * spread
     one, other = (torch.empty(len(counts), heads, dim, dtype=torch.bfloat16) for _ in range(2))
-    parts.merge_parts(found, sums, first, one)
-    reference.merge_parts(found, sums, first, other)
+    sinks = noise(heads, seed=2, dtype=torch.float32) * spread if has_sinks else None
+    parts.merge_parts(found, sums, first, one, sinks)
+    reference.merge_parts(found, sums, first, other, sinks)
     torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
 
 
 def test_parts_add_up_to_attention_over_all_keys() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(size, 2, 64, generator=generator) for size in (1, 90, 90))
-    scores = torch.einsum("qhd,khd->hqk", q, k)
+    scores, sinks = torch.einsum("qhd,khd->hqk", q, k), torch.tensor([3.0, 200.0])
     wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    weights = torch.cat((scores, sinks[:, None, None]), dim=-1).softmax(-1)[..., :-1]
+    with_sinks = torch.einsum("hqk,khd->qhd", weights, v)
     found, sums = [], []
     for keys in (slice(0, 40), slice(40, 41), slice(41, 90)):
         some = scores[..., keys]
@@ -47,3 +51,5 @@ def test_parts_add_up_to_attention_over_all_keys() -> None:
     for merge in (parts.merge_parts, reference.merge_parts):
         merge(torch.cat(found), torch.cat(sums), first, out)
         torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+        merge(torch.cat(found), torch.cat(sums), first, out, sinks)
+        torch.testing.assert_close(out, with_sinks, rtol=1e-5, atol=1e-5)
