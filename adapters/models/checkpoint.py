@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, object]:
     return value
 
 
-MODELOPT_FILE = "hf_quant_config.json"  # of ModelOpt, which older versions wrote it alone
+MODELOPT_FILE = "hf_quant_config.json"  # older versions of ModelOpt do not change config.json
 
 
 def read_config(directory: Path, mmproj: Path | None = None) -> dict[str, object]:

@@ -23,10 +23,11 @@ from adapters.attention.flashinfer.ports import Library, MergeParts
 from adapters.attention.flashinfer.tables import PARTS_PER_ROW, PageTableArena, PageTables
 from engine.worker.ports import Int32s, Int64s
 
-# What makes up for the launches that repeat q and add up the parts, as far as bytes can tell: a
-# block reads about 80 GB/s, and these keys of 128 dimensions in 13 µs.
+# Keys that make up for the launches which repeat q and add up the parts, as far as bytes can tell:
+# a block reads about 80 GB/s, and so many keys of 128 dimensions in 13 µs
 MIN_TOKENS_SAVED = 2048
-MIN_RATIO = 2.0  # of the longest request and what each thread block would read of equal ones
+# The keys of the longest request, over those that each thread block would read of equal ones
+MIN_RATIO = 2.0
 
 
 class Parts(NamedTuple):

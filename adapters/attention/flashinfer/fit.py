@@ -9,7 +9,7 @@ from engine.worker.cuda.kernels.reference import FP8
 from engine.worker.ports import AttentionSpec
 
 DTYPES = (torch.float16, torch.bfloat16)
-HEAD_DIMS = (64, 128, 256, 512)  # of FA2's kernels that have been tested
+HEAD_DIMS = (64, 128, 256, 512)  # FlashInfer tests FA2 with these
 LOAD_BYTES = 16  # a head begins at a multiple of what a thread loads at once
 PACKED_MAJORS = (9, 10, 12)  # compute capabilities that XQA is compiled for
 PACKED_PAGES = (16, 32, 64, 128)

@@ -18,7 +18,7 @@ from engine.worker.ports import Int32s, RaggedLayout, StepLimits
 ALIGN = 16  # bytes; alignment of the tables in an arena
 WIDTH = 32  # a captured batch size exceeds the largest step by less than this
 PIECES = 12  # tables of a step in an arena, at most
-PARTS_PER_ROW = 2  # of decodes whose keys are divided, see `divided`
+PARTS_PER_ROW = 2  # where the keys of decodes are divided, see `divided`
 DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 

@@ -37,7 +37,7 @@ class Fp8Files(SafetensorsFiles):
 
     @property
     def preferred_format(self) -> PreferredFormat:
-        """As stored, else bfloat16, which the CPU keeps if it has instructions for it."""
+        """That of the files, else bfloat16, which the CPU keeps if it has instructions for it."""
         return PreferredFormat(stored=(FP8,), floats="bfloat16")
 
     def shape(self, name: str) -> tuple[int, ...]:
