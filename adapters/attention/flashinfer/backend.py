@@ -75,7 +75,7 @@ class FlashInferAttention:
         )
         self._write = library.rope_and_cache_write(kv_dtype)
         self._scales = spec.k_scale, spec.v_scale
-        self._merge = library.merge_parts() or reference.merge_parts
+        self._merge = library.merge_parts() or reference.add_sinks
         self._first = library.on_device(sizes.tokens + 1, torch.int32)
         self._first.copy_(torch.arange(sizes.tokens + 1, dtype=torch.int32))
         self._mixed = self._mixed_launch()

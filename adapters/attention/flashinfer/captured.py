@@ -20,7 +20,7 @@ from adapters.attention.flashinfer.launches import (
     MixedLaunch,
 )
 from adapters.attention.flashinfer.packed import DenseTables, PackedLaunch, workspace_bytes
-from adapters.attention.flashinfer.ports import Library, MergeParts
+from adapters.attention.flashinfer.ports import Library
 from adapters.attention.flashinfer.tables import PARTS_PER_ROW, PageTableArenas, TableSizes
 from adapters.attention.flashinfer.workspace import Workspaces
 from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials, file_of
@@ -56,7 +56,7 @@ class CapturedLaunches:
         self._choice = DecodeChoice(wanted, why_not, _shape(geometry), ChoiceFile(path), trials)
         sizes = TableSizes.of(spec.limits, geometry.page_size)
         self._packed = self._packed_launch(sizes) if self._choice.may_use_xqa else None
-        self._merge = None if spec.is_batch_invariant else library.merge_parts()
+        self._merge = library.merge_parts()
         self._decodes: dict[int, GraphLaunch] = {}
         self._divided: dict[int, GraphLaunch] = {}
         self._mixed: dict[int, GraphLaunch] = {}
@@ -70,19 +70,19 @@ class CapturedLaunches:
     def may_divide(self, size: int) -> bool:
         """Whether there is another launch of `size` decodes, for requests of unequal lengths.
 
-        FA2 divides keys of so few requests that they do not fill the GPU by itself; XQA divides
-        those of all requests into equally many parts. A window makes lengths equal.
+        FA2 divides keys of so few requests that they do not fill the GPU by itself; XQA, which may
+        compute any size, divides those of all requests into equally many parts. A window makes
+        lengths equal. All ranks find the same, whatever they have measured.
         """
         spec = self._geometry.spec
-        if self._merge is None or size == 1 or spec.window is not None:
+        if size == 1 or spec.window is not None or spec.is_batch_invariant:
             return False
-        return self._disables_splits(size) or self.decodes(size) is self._packed
+        return self._disables_splits(size) or self._packed is not None
 
     def divided(self, size: int) -> GraphLaunch:
         """The launch of `size` decodes of unequal lengths; `may_divide` is true."""
         if size not in self._divided:
-            assert self._merge is not None, "keys may be divided"
-            self._divided[size] = self._divided_launch(size, self._merge)
+            self._divided[size] = self._divided_launch(size)
         return self._divided[size]
 
     def mixed(self, size: int) -> GraphLaunch:
@@ -118,8 +118,10 @@ class CapturedLaunches:
         event = self._library.event()
         return CapturedLaunch(self._geometry, wrapper, event, disables_splits=disables)
 
-    def _divided_launch(self, size: int, merge: MergeParts) -> GraphLaunch:
-        if not self._disables_splits(size):
+    def _divided_launch(self, size: int) -> GraphLaunch:
+        """By FA2 alone where it divides keys, or where our kernel cannot be used."""
+        merge = self._merge
+        if merge is None or not self._disables_splits(size):
             return self._planned_launch(size)
         parts = self._planned_launch(PARTS_PER_ROW * size)
         with torch.inference_mode(False):  # as above

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from adapters.attention.flashinfer.fit import kernel_dim
 from adapters.attention.flashinfer.ports import (
+    AddSinks,
     CapturedWrapper,
     DeviceEvent,
     Library,
-    MergeParts,
     MixedWrapper,
     PlanArguments,
     RunsPaged,
@@ -33,7 +33,7 @@ class Sinks(NamedTuple):
 
     scores: Tensor  # [heads], float32
     first: Tensor  # 0, 1, 2 … up to the rows of a step, int32: each row has one part
-    merge: MergeParts
+    merge: AddSinks
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ RopeAndCacheWrite = Callable[
 # What parts of rows found, their sums, the first part of each row; into the next tensor, with
 # sinks.
 MergeParts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
+AddSinks = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]  # the same with sinks
 
 
 class DeviceEvent(Protocol):

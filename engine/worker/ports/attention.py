@@ -121,7 +121,7 @@ class CapturableAttention(AttentionBackend, Protocol):
     """
 
     def may_divide(self, rows: int) -> bool:
-        """Whether so many decodes have a second graph; asked after the first one was captured."""
+        """Whether so many decodes have a second graph; equal on all ranks."""
         ...
 
     def divides(self, layout: RaggedLayout) -> bool:

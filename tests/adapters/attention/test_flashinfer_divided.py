@@ -117,6 +117,26 @@ def test_only_steps_have_a_second_graph_whose_keys_are_not_divided_by_length(
         assert made.stand_in.calls[-1][0] == "captured", "FA2's"
 
 
-def test_without_the_kernel_there_is_no_second_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_kernel_the_second_graph_is_like_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other ranks may have the kernel, and all capture the same graphs."""
     monkeypatch.setattr("tests.flashinfer_stand_in.StandIn.merge_parts", lambda self: None)
-    assert not make(600, 4, limits=LIMITS).attention.may_divide(8)
+    made = make(LONG.num_pages, 4, limits=LIMITS)
+    assert made.attention.may_divide(8)
+    expected = found(made, LONG, divides=False)
+    assert torch.equal(found(made, LONG, divides=True), expected)
+    assert "merge_parts" not in [name for name, _ in made.stand_in.calls]
+
+
+def test_ranks_with_other_measurements_have_the_same_second_graphs() -> None:
+    """They capture them together, with their all-reduces."""
+    half, kept = torch.bfloat16, []
+    for slower in ("xqa", "captured"):
+        made = make(600, 16, limits=LIMITS, dtype=half, kv_dtype=half, capability=(9, 0), dim=64)
+        made.stand_in.slowness |= {"xqa": 1.0, "captured": 1.0, slower: 2.0}
+        layout = padded(Paged(((900, 1), (3, 1)), 16).layout(), 4, spare_block=600)
+        made.attention.plan_captured(layout)
+        assert (made.stand_in.calls[-1][0] == "captured") == (slower == "xqa")
+        kept.append([made.attention.may_divide(size) for size in (1, 2, 4, 8)])
+    assert kept == [[False, True, True, True]] * 2

@@ -217,3 +217,9 @@ def merge_parts(
             scores = torch.cat((scores, sinks[None].double()))
         shares = scores.softmax(dim=0)[: end - start]
         out[row] = (shares[:, :, None] * found[start:end].double()).sum(dim=0).to(out.dtype)
+
+
+def add_sinks(found: Tensor, sums: Tensor, first: Tensor, out: Tensor, sinks: Tensor) -> None:
+    """`merge_parts` of rows that have one part each, which the host does not wait for."""
+    more = torch.sub(sinks, sums, alpha=LN_2).exp_().add_(1.0)
+    out.copy_(found / more[:, :, None])

@@ -34,6 +34,17 @@ def test_rows_of_any_number_of_parts(
     torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
 
 
+def test_sinks_of_rows_with_one_part_need_no_kernel() -> None:
+    found, sums = noise(5, 3, 64), noise(5, 3, seed=1, dtype=torch.float32) * 9
+    sums[2] = -torch.inf  # no keys
+    found[2], sinks = 0, torch.tensor([-200.0, 0.5, 200.0])
+    one, other = (torch.empty_like(found) for _ in range(2))
+    first = torch.arange(6, dtype=torch.int32)
+    reference.add_sinks(found, sums, first, one, sinks)
+    reference.merge_parts(found, sums, first, other, sinks)
+    torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-6)
+
+
 def test_parts_add_up_to_attention_over_all_keys() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(size, 2, 64, generator=generator) for size in (1, 90, 90))
