@@ -2,9 +2,10 @@
 
 One program per row. A threshold is found without sorting: the bit patterns of non-negative floats
 are ordered as they are, and each pass over the row fixes two of the 30 bits of the threshold, by
-the number (top-k) or the mass (top-p) of the weights above three candidates. Sums are float64 in a
-fixed order, so that a row's id depends on its logits, parameters and point only. The definition is
-`engine.worker.sampling.filters`.
+the number (top-k) or the mass (top-p) of the weights above three candidates, until all weights that
+it may still be are equal: 4 to 13 of 15 passes over 128,256 normal logits of deviation 3. Masses
+are summed in float64 in a fixed order, so that a row's id depends on its logits, parameters and
+point only. The definition is `engine.worker.sampling.filters`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -16,33 +17,47 @@ from torch import Tensor
 BLOCK = 2048  # ids per iteration of a pass
 NUM_WARPS = 16
 FIRST_SHIFT = tl.constexpr(28)  # weights are at most 1.0, whose highest set bit is 29
+MAX_PASSES = tl.constexpr(15)
 
 
 @triton.jit
 def _largest_threshold(weights, vocab, floor, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The bits of the largest threshold such that the weights at or above it suffice: their
-    number, or their mass, is at least `wanted`. Weights whose bits are below `floor` count as 0."""
+    number, or their mass, is at least `wanted`; and the number of passes over the row. Weights
+    whose bits are below `floor` count as 0."""
     found = floor * 0
-    for step in range(15):
-        shift = FIRST_SHIFT - 2 * step
+    passes = floor * 0
+    is_found = floor < 0
+    kind: tl.constexpr = tl.float64 if BY_MASS else tl.int32
+    while (passes < MAX_PASSES) & (is_found == 0):
+        shift = FIRST_SHIFT - 2 * passes
         one, two, three = found + (1 << shift), found + (2 << shift), found + (3 << shift)
-        at_one = tl.zeros([BLOCK], tl.float64)
-        at_two = tl.zeros([BLOCK], tl.float64)
-        at_three = tl.zeros([BLOCK], tl.float64)
+        at_one = tl.zeros([BLOCK], kind)
+        at_two = tl.zeros([BLOCK], kind)
+        at_three = tl.zeros([BLOCK], kind)
+        least = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)  # of the bits that the threshold may have
+        most = tl.full([BLOCK], -1, tl.int32)
         for start in range(0, vocab, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             weight = tl.load(weights + ids, mask=ids < vocab, other=0.0)
             bits = weight.to(tl.int32, bitcast=True)
-            amount = weight.to(tl.float64) if BY_MASS else (bits * 0 + 1).to(tl.float64)
-            amount = tl.where((ids < vocab) & (bits >= floor), amount, 0.0)
-            at_one += tl.where(bits >= one, amount, 0.0)
-            at_two += tl.where(bits >= two, amount, 0.0)
-            at_three += tl.where(bits >= three, amount, 0.0)
+            amount = weight.to(tl.float64) if BY_MASS else bits * 0 + 1
+            counts = (ids < vocab) & (bits >= floor)
+            amount = tl.where(counts, amount, 0)
+            at_one += tl.where(bits >= one, amount, 0)
+            at_two += tl.where(bits >= two, amount, 0)
+            at_three += tl.where(bits >= three, amount, 0)
+            is_possible = counts & (bits >= found) & (bits - found < 4 << shift)
+            least = tl.minimum(least, tl.where(is_possible, bits, 0x7FFFFFFF))
+            most = tl.maximum(most, tl.where(is_possible, bits, -1))
         digit = (tl.sum(at_one, axis=0) >= wanted).to(tl.int32)
         digit += (tl.sum(at_two, axis=0) >= wanted).to(tl.int32)
         digit += (tl.sum(at_three, axis=0) >= wanted).to(tl.int32)
-        found += digit << shift
-    return found
+        only = tl.min(least, axis=0)
+        is_found = only == tl.max(most, axis=0)
+        found = tl.where(is_found, only, found + (digit << shift))
+        passes += 1
+    return found, passes
 
 
 @triton.jit
@@ -129,8 +144,8 @@ def kernel(
     tl.debug_barrier()  # other threads read these weights
     border = vocab * 0  # bits of the smallest kept weight
     if HAS_TOP_K:
-        top_k = tl.load(top_ks + row).to(tl.float64)
-        border = _largest_threshold(weights, vocab, border, top_k, False, BLOCK)
+        top_k = tl.load(top_ks + row).to(tl.int32)
+        border, _ = _largest_threshold(weights, vocab, border, top_k, False, BLOCK)
     mass, num_ties = _mass_and_ties(weights, vocab, border, BLOCK)
     each = border.to(tl.float32, bitcast=True).to(tl.float64)
     num_kept = num_ties
@@ -138,7 +153,7 @@ def kernel(
         top_p = tl.load(top_ps + row)
         if top_p < 1.0:
             wanted = top_p * (mass + num_ties.to(tl.float64) * each)
-            border = _largest_threshold(weights, vocab, border, wanted, True, BLOCK)
+            border, _ = _largest_threshold(weights, vocab, border, wanted, True, BLOCK)
             border = tl.minimum(border, 0x3F800000)  # 1.0, the largest weight
             mass, num_ties = _mass_and_ties(weights, vocab, border, BLOCK)
             each = border.to(tl.float32, bitcast=True).to(tl.float64)

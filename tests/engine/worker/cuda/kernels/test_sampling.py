@@ -21,6 +21,21 @@ from tests.engine.worker.sampling.draws import draws_of
 sampling = interpreted("sampling")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
+triton, tl = sampling.triton, sampling.tl
+
+
+@triton.jit
+def threshold_kernel(  # type: ignore[no-untyped-def]
+    weights, floor, wanted, found, BY_MASS: tl.constexpr
+):
+    """The bits of a threshold, and the passes that it took."""
+    bits, passes = sampling._largest_threshold(
+        weights, 128_256, tl.load(floor), tl.load(wanted), BY_MASS, 2048
+    )
+    tl.store(found, bits)
+    tl.store(found + 1, passes)
+
+
 samplings = st.builds(
     SamplingParams,
     temperature=st.floats(0.05, 5),
@@ -103,3 +118,31 @@ def test_rows_that_are_not_finite_yield_an_id_and_change_no_other_row() -> None:
     found = sample(logits, asked, [0.3] * 5)
     assert found[::4] == sample(finite, asked[:2], [0.3] * 2)
     assert all(0 <= each < 200 for each in found)
+
+
+@pytest.mark.parametrize(
+    ("by_mass", "wanted", "allowed"),
+    [(True, 0.9, 13), (True, 0.5, 10), (False, 50, 9), (False, 1, 5)],
+)
+def test_a_threshold_is_found_when_one_weight_is_left(
+    by_mass: bool, wanted: float, allowed: int
+) -> None:
+    """In fewer than 15 passes."""
+    logits = torch.from_numpy(logits_of(5, 1, 128_256, ties=False)[0])
+    weights = (logits - logits.max()).exp()
+    floor, found = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    mass = wanted * float(weights.double().sum()) if by_mass else wanted
+    kind = torch.float64 if by_mass else torch.int32
+    threshold_kernel[(1,)](weights, floor, torch.tensor([mass], dtype=kind), found, by_mass)
+    bits, passes = found.tolist()
+    ordered = weights.sort(descending=True).values
+    count = int(wanted) if not by_mass else 1 + int((ordered.double().cumsum(0) < mass).sum())
+    assert bits == int(ordered[count - 1 : count].view(torch.int32))
+    assert passes <= allowed
+
+
+def test_equal_weights_take_one_pass() -> None:
+    weights = torch.full((128_256,), 1.0)
+    floor, found = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    threshold_kernel[(1,)](weights, floor, torch.tensor([7], dtype=torch.int32), found, False)
+    assert found.tolist() == [0x3F800000, 1]
