@@ -15,10 +15,12 @@ from engine.worker.cuda.kernels.tiling import (
     WIDE,
     WIDE_4_BIT,
     four_bit_tiling,
+    fp8_weight_tiling,
 )
 from engine.worker.cuda.model.four_bit import packed
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.model.torch_operators import TorchSampling
+from engine.worker.weights.formats.fp8 import Fp8Weight
 from tests.engine.worker.cuda.stored_weights import stored
 from tests.engine.worker.sampling.draws import draws_of
 
@@ -77,6 +79,22 @@ def test_products_with_4_bit_weights(
     library.check("4-bit product", found, reference.product(x, exact, torch.float32), 5e-3)
     alone = four_bit.product(x[7:8], weight, tiling, four_bit.Epilogue())
     assert torch.equal(alone[0], found[7])
+
+
+@pytest.mark.parametrize("run", [128, 896])
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+def test_products_with_the_fp8_weights_of_checkpoints(
+    kernels: library.TritonKernels, rows: int, run: int
+) -> None:
+    """With scales of blocks, and of output channels."""
+    module, tiling = kernels.fp8_weights, fp8_weight_tiling(rows, 1152)
+    assert module is not None
+    assert tiling is not None
+    x, values = noise(rows, 896).bfloat16(), noise(1152, 896, seed=1).to(FP8)
+    scales = noise(1152, 896 // run, seed=2).abs()
+    found = module.product(x, values, scales, run, tiling)
+    weight = Fp8Weight(values, scales, run).dequantize()
+    library.check("product", found, reference.product(x, weight, torch.bfloat16))
 
 
 def test_sampled_ids_of_a_large_vocabulary(kernels: library.TritonKernels) -> None:

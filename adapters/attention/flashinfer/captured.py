@@ -119,7 +119,7 @@ class CapturedLaunches:
         return CapturedLaunch(self._geometry, wrapper, event, disables_splits=disables)
 
     def _divided_launch(self, size: int) -> GraphLaunch:
-        """By FA2 alone where it divides keys, or where our kernel cannot be used."""
+        """Decodes are FA2's alone where it divides keys, or where our kernel cannot be used."""
         merge = self._merge
         if merge is None or not self._disables_splits(size):
             return self._planned_launch(size)

@@ -35,7 +35,8 @@ def _largest_threshold(weights, vocab, floor, wanted, BY_MASS: tl.constexpr, BLO
         at_one = tl.zeros([BLOCK], kind)
         at_two = tl.zeros([BLOCK], kind)
         at_three = tl.zeros([BLOCK], kind)
-        least = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)  # of the bits that the threshold may have
+        # The range of bits that the threshold may have
+        least = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
         most = tl.full([BLOCK], -1, tl.int32)
         for start in range(0, vocab, BLOCK):
             ids = start + tl.arange(0, BLOCK)

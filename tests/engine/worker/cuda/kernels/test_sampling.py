@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +22,11 @@ from tests.engine.worker.sampling.draws import draws_of
 sampling = interpreted("sampling")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-triton, tl = sampling.triton, sampling.tl
+tl: Any = sampling.tl
 
 
-@triton.jit
-def threshold_kernel(  # type: ignore[no-untyped-def]
-    weights, floor, wanted, found, BY_MASS: tl.constexpr
-):
+@sampling.triton.jit  # type: ignore[untyped-decorator]
+def threshold_kernel(weights: Any, floor: Any, wanted: Any, found: Any, BY_MASS: Any) -> None:
     """The bits of a threshold, and the passes that it took."""
     bits, passes = sampling._largest_threshold(
         weights, 128_256, tl.load(floor), tl.load(wanted), BY_MASS, 2048
