@@ -54,6 +54,11 @@ class StreamOwner(Protocol):
 class TokenStream:
     """Tokens as they are produced, then a finish reason; for one reader."""
 
+    __slots__ = (
+        "_has_update", "_logprobs", "_owes_prompt_logprobs", "_reader", "_relay", "_tokens",
+        "owner", "prefill_seconds", "reports_progress", "request", "spec",
+    )  # fmt: skip
+
     def __init__(
         self, spec: RequestSpec, owner: StreamOwner, *, reports_progress: bool = False
     ) -> None:
@@ -97,13 +102,13 @@ class TokenStream:
     async def next(self, relay: Relay | None = None) -> TokenChunk:
         """Wait for an update, and return all tokens since the last call. While this waits, tokens
         go to `relay` as long as it takes them, which spares waking a task for each; it gets no
-        log-probabilities, and not the last token.
+        tokens with log-probabilities, and not the last one.
 
         Raises the request's error, a `RequestFailed` or `Unavailable`, after its last tokens.
         Must not be called after the last chunk or after `close`: it would wait for ever.
         """
         if not self._has_update:
-            self._relay = relay
+            self._relay = relay if self.spec.logprobs is None else None
             self._reader = asyncio.get_running_loop().create_future()
             try:
                 await self._reader
@@ -139,11 +144,11 @@ class TokenStream:
 
     def offer(self) -> None:
         """Hand the new tokens to the relay; if it does not take them or fails, wake the reader."""
-        request, relay = self.request, self._relay
+        relay = self._relay
         if relay is None:
             return
         try:
-            if request.finish is None and request.error is None and relay(self._tokens):
+            if relay(self._tokens):
                 self._tokens.clear()
                 self._has_update = False
             else:
@@ -237,8 +242,7 @@ class LiveStreams:
                 offered.append(stream)
             if request.finish is not None:
                 finished.append(request)
-        for request in finished:
-            self._streams.pop(request.request_id, None)
+        self.wake(finished)
         if offered:  # written once the next iteration is on its way
             asyncio.get_running_loop().call_soon(offer_all, offered)
 

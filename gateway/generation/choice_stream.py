@@ -7,7 +7,6 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from typing import Protocol
 
@@ -77,6 +76,12 @@ class ChoiceStream:
     not depend on how tokens were grouped into chunks.
     """
 
+    __slots__ = (
+        "_chunks", "_direct", "_early_end", "_has_begun", "_has_called", "_is_plain", "_last_delta",
+        "_options", "_parser", "_pieces", "_report", "_reports", "_sum_logprobs", "_text",
+        "_token_text", "_tokens", "end", "index", "num_reasoning_tokens", "num_tokens",
+    )  # fmt: skip
+
     def __init__(self, index: int, tokens: TokenStream, options: ChoiceOptions) -> None:
         self.index = index
         self.end: ChoiceEnd | None = None
@@ -97,36 +102,52 @@ class ChoiceStream:
         self._early_end = ""  # the finish reason if the answer is to end before the model ends it
         self._is_plain = options.is_plain
         self._chunks: deque[TokenChunk] = deque()  # not yet read, if deltas are of one token
+        self._direct: DirectSink  # of the last `next`
+        self._last_delta: Delta = ()  # if the message ended while `next` waited
 
     async def next(self, direct: DirectSink | None = None) -> Delta:
-        """Wait for tokens and return what they add to the message, which may be nothing. Meanwhile
-        the text of a plain choice goes to `direct` whenever that is open.
+        """Wait for tokens and return what they add to the message, which may be nothing. Meanwhile,
+        behind the first delta, what they add goes to `direct` whenever that is open.
 
         Raises `RequestFailed` or `Unavailable` if the engine lost the request.
         """
-        relay = partial(self._relay, direct) if direct and self._is_plain else None
+        relay = None
+        if direct is not None and (self._is_plain or self._has_begun):
+            self._direct, relay = direct, self._relay
         chunk = self._chunks.popleft() if self._chunks else await self._tokens.next(relay)
         if self._options.is_single and len(chunk.tokens) > 1:
             self._chunks.extend(chunk.split())
             chunk = self._chunks.popleft()
+        if self.end is not None:
+            return self._last_delta
         if self._early_end and chunk.finish is None and not self._chunks:
             return self._process_last(chunk)
         if self._is_plain and chunk.finish is None:
-            self.num_tokens += len(chunk.tokens)
-            text = self._text.feed(chunk.tokens)
-            return (text,) if text else ()
+            return self._add_plain(chunk.tokens)
         is_echo = self._report.echo and not self._has_begun and bool(chunk.tokens)
         if is_echo and len(self._tokens.spec.prompt) > MANY_TOKENS:
             await asyncio.to_thread(self._begin, chunk.prompt_logprobs)
         return self._process(chunk)
 
-    def _relay(self, direct: DirectSink, tokens: list[int]) -> bool:
-        if self._early_end or not direct.is_open():
+    def _relay(self, tokens: list[int]) -> bool:
+        direct = self._direct
+        if not direct.is_open():
             return False
-        self.num_tokens += len(tokens)
-        if text := self._text.feed(tokens):
-            direct.write(self.index, (text,))
+        if self._is_plain:
+            delta = self._add_plain(tokens)
+        else:
+            delta = self._process(TokenChunk(tuple(tokens), None))
+        if self.end is not None:
+            self._last_delta = delta
+            self._tokens.wake()
+        elif delta:
+            direct.write(self.index, delta)
         return True
+
+    def _add_plain(self, tokens: Sequence[int]) -> Delta:
+        self.num_tokens += len(tokens)
+        text = self._text.feed(tokens)
+        return (text,) if text else ()
 
     def end_early(self, reason: str) -> None:
         """End the message after the tokens that have arrived, with this finish reason. An answer

@@ -2,7 +2,7 @@
 
 Three tasks run in one group: the events, the pings, and the wait for the client's disconnect; the
 first that ends cancels the others. A token costs one rendering and one write. The task of the
-events is woken for it only if the write may have to wait, or if it is more than text.
+events is woken for it only if the write may have to wait, or if it has log-probabilities.
 
 The status line is held back until the first event or for `Pace.hold`, so that a rejected request
 gets its real status; after it an error is one event and the end of the stream. While a write is
@@ -29,7 +29,7 @@ from gateway.generation.choices import ChoiceGroup, generate_body, generate_even
 from gateway.generation.plan import GenerationPlan
 from gateway.generation.reply import Reply, error_response
 from gateway.observe.timelines import Wait
-from gateway.schema.rendering import Delta, EventNumbers
+from gateway.schema.rendering import Delta, EventNumbers, TextFrame
 from gateway.service import Service
 
 BLOCKED_SECONDS = 0.02  # a longer write means that the client does not read
@@ -59,6 +59,7 @@ async def send_error(error: EngineError, caller: Caller, clock: Clock, send: Sen
 class Chunks(Protocol):
     """`podway.chunks` of the scope: writes parts of a body as `send` does, if it need not wait."""
 
+    @property
     def is_open(self) -> bool: ...
 
     def write(self, body: bytes) -> None: ...
@@ -67,11 +68,17 @@ class Chunks(Protocol):
 class EventStream:
     """Streams a plan's choices as they are sampled, interleaved."""
 
+    __slots__ = (
+        "_chunks", "_frame", "_group", "_has_ended", "_has_started", "_has_written",
+        "_num_writing", "_numbers", "_plan", "_send", "_service", "_starting", "_write",
+    )  # fmt: skip
+
     def __init__(self, plan: GenerationPlan, service: Service) -> None:
         self._plan = plan
         self._service = service
         self._group = ChoiceGroup(plan, service)
         self._numbers = EventNumbers()
+        self._frame: TextFrame | None = None  # once the renderer has it
         self._starting = asyncio.Lock()
         self._send: Send  # through the middleware, and
         self._write: Send  # directly to the server, and
@@ -113,14 +120,22 @@ class EventStream:
             and not self._num_writing
             and not self._service.watch.gap
             and self._chunks is not None
-            and self._chunks.is_open()
+            and self._chunks.is_open
         )
 
     def write(self, index: int, delta: Delta) -> None:
-        """Send what a choice adds."""
-        assert self._chunks is not None, "it is open"
-        events = self._plan.renderer.delta(index, delta, self._group)
-        self._chunks.write(self._numbers.numbered(events))
+        """Send what a choice adds, the only one."""
+        chunks, frame = self._chunks, self._frame
+        assert chunks is not None, "it is open"
+        if frame is not None and len(delta) == 1 and isinstance(text := delta[0], str):
+            chunks.write(self._numbers.framed(text, frame))
+        else:
+            renderer = self._plan.renderer
+            self._frame = renderer.text_frame(index)
+            events = renderer.delta(index, delta, self._group)
+            if not events:
+                return
+            chunks.write(self._numbers.numbered(events))
         self._has_written = True
 
     async def _send_events(self, events: bytes) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import orjson
 from sse_starlette import ServerSentEvent
 
 from engine.step import TokenLogprobs
@@ -22,8 +23,17 @@ def error_event(body: bytes, name: str | None = "error") -> bytes:
     return ServerSentEvent(body.decode(), event=name, sep="\n").encode()
 
 
+class TextFrame(NamedTuple):
+    """The bytes before and after the JSON of a text, which are an event with it."""
+
+    head: bytes
+    tail: bytes
+
+
 class EventNumbers:
     """Gives the events of one stream their numbers."""
+
+    __slots__ = ("_next",)
 
     def __init__(self) -> None:
         self._next = 0
@@ -34,6 +44,11 @@ class EventNumbers:
             number, self._next = self._next, self._next + 1
             return b"id: %d\n%b" % (number, events)
         return b"".join(map(self.numbered, split_events(events)))
+
+    def framed(self, text: str, frame: TextFrame) -> bytes:
+        """An event with this text and its `id` line."""
+        number, self._next = self._next, self._next + 1
+        return b"id: %d\n%b%b%b" % (number, frame[0], orjson.dumps(text), frame[1])
 
 
 def split_events(events: bytes) -> list[bytes]:
@@ -267,6 +282,10 @@ class ResponseRenderer(Protocol):
     def delta(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:
         """The events for what the choice `index` adds."""
         ...
+
+    def text_frame(self, index: int) -> TextFrame | None:
+        """The frame of every delta from here on that is one text; None if there is no such."""
+        return None
 
     def ending(self, index: int, end: ChoiceEnd, progress: GenerationProgress) -> bytes:
         """The events that end the choice `index`."""

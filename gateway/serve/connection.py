@@ -7,6 +7,7 @@ whose framing is ambiguous (RFC 9112, 3.2 and 6.1) is rejected before the app se
 
 import asyncio
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from uvicorn._types import ASGI3Application, ASGISendCallable, ASGISendEvent
@@ -45,19 +46,17 @@ class ConnectionBounds(NamedTuple):
 
 
 class ChunkWriter:
-    """Writes parts of a body as `cycle.send` does, if that need not wait."""
+    """Writes parts of a body, whose head was sent, as uvicorn does; `is_open` while that need not
+    wait."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_write", "is_open")
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-
-    def is_open(self) -> bool:
-        cycle = self._cycle
-        return not (cycle.flow.write_paused or cycle.disconnected) and bool(cycle.chunked_encoding)
+    def __init__(self, write: Callable[[bytes], None]) -> None:
+        self._write = write
+        self.is_open = True
 
     def write(self, body: bytes) -> None:
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self._write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class Connection(HttpToolsProtocol):
@@ -81,6 +80,7 @@ class Connection(HttpToolsProtocol):
         self._began_at = log.clock()  # the current request
         self._stall = Timer()
         self._running: RequestResponseCycle | None = None  # the request whose response comes next
+        self._chunks: ChunkWriter  # from `connection_made` on
         self._unparsed = b""
         self._rest = Timer()  # until `_unparsed` is parsed on
 
@@ -89,8 +89,10 @@ class Connection(HttpToolsProtocol):
         self._place.close = transport.abort
         self._arrival = Arrival(self._bounds.body_seconds, self._reject, transport.close)
         self._linger = Linger(transport, self.flow, self._arrival, self._linger_rate)
+        self._chunks = ChunkWriter(transport.write)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._chunks.is_open = False
         self._place.leave()
         self._arrival.end()
         self._linger.stop()
@@ -121,18 +123,21 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         cycle.transport = self._linger.transport_of(cycle)  # type: ignore[assignment] # all it needs
-        cycle.scope["podway.chunks"] = ChunkWriter(cycle)  # type: ignore[typeddict-unknown-key] # ours
         if cycle.scope["http_version"] == "1.0":
             app = _without_chunks(app, cycle)
+        else:
+            cycle.scope["podway.chunks"] = self._chunks  # type: ignore[typeddict-unknown-key] # ours
         super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._chunks.is_open = False
         self._stall.set(self._bounds.stall_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         self._stall.stop()
         super().resume_writing()
+        self._chunks.is_open = True
 
     def data_received(self, data: bytes) -> None:
         if self._linger.has_begun:

@@ -159,6 +159,7 @@ class Exchange:
         """Offer no way to write without waiting. To be called before the exchange begins."""
         del self._scope["podway.chunks"]
 
+    @property
     def is_open(self) -> bool:
         return self._reads.is_set()
 

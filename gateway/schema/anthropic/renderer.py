@@ -21,6 +21,7 @@ from gateway.schema.rendering import (
     GenerationProgress,
     OutputToken,
     PromptReport,
+    ResponseRenderer,
     Usage,
     error_event,
 )
@@ -73,7 +74,7 @@ SIGNATURE = "podway"  # thinking is not signed here, but clients require a signa
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesRenderer:
+class MessagesRenderer(ResponseRenderer):
     """Renders one message. With `shows_reasoning` false, thinking blocks are empty."""
 
     def __init__(

@@ -17,6 +17,7 @@ from gateway.schema.rendering import (
     Delta,
     FinishedChoice,
     GenerationProgress,
+    ResponseRenderer,
     finished_choice,
 )
 
@@ -73,7 +74,7 @@ class InfillRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return request
 
 
-class InfillRenderer:
+class InfillRenderer(ResponseRenderer):
     """llama.cpp's chunks and body: `content`, and `stop` in the last one."""
 
     ping = PING

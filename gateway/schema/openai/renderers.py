@@ -23,6 +23,7 @@ from gateway.schema.rendering import (
     PromptReport,
     ReportOptions,
     ResponseHeader,
+    TextFrame,
     ToolCallText,
     UsageOptions,
 )
@@ -56,9 +57,17 @@ class Envelope:
         open_json = orjson.dumps(self._envelope(self.chunk_object))[:-1]
         self._open = b"data: " + open_json + b',"choices":['
         self._close = (_NULL_USAGE if usage_options.at_the_end else b"") + b"}\n\n"
-        # By choice: the constant bytes before the text of a chunk that has text only.
-        self._plain_heads: dict[int, bytes] = {}
-        self._tail = self.text_end + self._close
+        self._frames: dict[int, TextFrame] = {}  # of chunks that have text only, by choice
+
+    def text_frame(self, index: int) -> TextFrame | None:
+        """The frame of a choice that has begun."""
+        return self._frames.get(index)
+
+    def _set_frame(self, index: int, field: bytes) -> None:
+        """From here on a text follows `field`, unless more is reported."""
+        if self._is_plain:
+            head = self._open + b'{"index":%d,%b' % (index, field)
+            self._frames[index] = TextFrame(head, self.text_end + self._close)
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         header = self._header
@@ -159,9 +168,9 @@ class ChatRenderer(Envelope):
 
     def delta(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:
         """One event for each piece; the last event also has the tokens' log-probabilities."""
-        head = self._plain_heads.get(index)
-        if head is not None and len(parts) == 1 and isinstance(piece := parts[0], str):
-            return head + orjson.dumps(piece) + self._tail
+        frame = self._frames.get(index)
+        if frame is not None and len(parts) == 1 and isinstance(piece := parts[0], str):
+            return frame.head + orjson.dumps(piece) + frame.tail
         if progress_chunk := self._progress_chunk(index, parts, delta={}):
             return progress_chunk
         pieces = [piece for piece in parts if not isinstance(piece, OutputToken | PromptReport)]
@@ -180,8 +189,7 @@ class ChatRenderer(Envelope):
         if index in self._begun:
             return b""
         self._begun.add(index)
-        if self._is_plain:
-            self._plain_heads[index] = self._open + b'{"index":%d,"delta":{"content":' % index
+        self._set_frame(index, b'"delta":{"content":')
         is_content = not isinstance(next(iter(parts), ""), Reasoning | CallBegin)
         delta = {"role": "assistant", "content": "" if is_content else None, "refusal": None}
         prompt = prompt_report(parts)
@@ -290,13 +298,12 @@ class CompletionRenderer(Envelope):
 
     def delta(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:
         """One event with the text and its tokens."""
-        head = self._plain_heads.get(index)
-        if head is not None and len(parts) == 1:
-            return head + orjson.dumps(parts[0]) + self._tail
+        frame = self._frames.get(index)
+        if frame is not None and len(parts) == 1:
+            return frame.head + orjson.dumps(parts[0]) + frame.tail
         if progress_chunk := self._progress_chunk(index, parts, text=""):
             return progress_chunk
-        if self._is_plain:
-            self._plain_heads[index] = self._open + b'{"index":%d,"text":' % index
+        self._set_frame(index, b'"text":')
         text = "".join([piece for piece in parts if isinstance(piece, str)])
         tokens = output_tokens(parts)
         choice = self._choice(index, text, None, tokens)

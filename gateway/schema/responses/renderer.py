@@ -21,6 +21,7 @@ from gateway.schema.rendering import (
     GenerationProgress,
     OutputToken,
     PromptReport,
+    ResponseRenderer,
 )
 from gateway.schema.responses.diagnosis import CacheDiagnosis
 from gateway.schema.responses.output_items import NumberedEvents, OutputItems
@@ -29,7 +30,7 @@ from gateway.schema.responses.tools import CalledTool
 _INCOMPLETE = {"length": "max_output_tokens", "steered": "steered"}  # why, by finish reason
 
 
-class ResponsesRenderer:
+class ResponsesRenderer(ResponseRenderer):
     """Renders one response: its `status`, its `output`, and its end."""
 
     ping = PING
