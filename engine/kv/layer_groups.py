@@ -164,10 +164,12 @@ class LayerGroups(tuple[LayerGroup, ...]):
 
 @dataclass(slots=True)
 class Holding:
-    """What one request holds: a table for each layer group. They cover `num_slots` slots."""
+    """What one request holds: a table for each layer group. They cover `num_slots` slots. `encoded`
+    are the blocks of the first table as bytes, None until they are wanted and when they change."""
 
     tables: tuple[Table, ...]
     num_slots: int = 0
+    encoded: bytes | None = None
 
     def blocks(self) -> Iterator[int]:
         """The blocks of all tables."""

@@ -164,6 +164,7 @@ class KVLedger:
         for table, count in zip(holding.tables, shortage, strict=True):
             if count:
                 table.blocks.extend(self.pool.allocate(count))
+        holding.encoded = None
         stops = [table.stop for table in holding.tables]
         holding.num_slots = min(stops) * self.block_size if stops else num_slots
         return True
@@ -175,7 +176,9 @@ class KVLedger:
         The last of them may be computed again, so what it reads is kept. Those that are read behind
         one of the checkpoints are not evicted before others."""
         ends = [at // self.block_size * self.block_size for at in checkpoints]
-        for group, table in zip(self.groups, self._held[request_id].tables, strict=True):
+        holding = self._held[request_id]
+        holding.encoded = None
+        for group, table in zip(self.groups, holding.tables, strict=True):
             count = group.first_needed(num_computed - 1) - table.first
             if count > 0:
                 for place, block in enumerate(table.blocks[:count], table.first):
@@ -193,8 +196,11 @@ class KVLedger:
 
     def table(self, request_id: RequestId) -> bytes:
         """The request's block table as int32, oldest block first, in the first layer group."""
-        tables = self._held[request_id].tables
-        return tables[0].blocks.tobytes() if tables else b""
+        holding = self._held[request_id]
+        if holding.encoded is None:
+            tables = holding.tables
+            holding.encoded = tables[0].blocks.tobytes() if tables else b""
+        return holding.encoded
 
     def holding(self, request_id: RequestId) -> Holding:
         """The request's tables."""
@@ -234,6 +240,8 @@ class KVLedger:
         holders = [0] * self.num_blocks
         for holding in self._held.values():
             self.groups.check(holding.tables)
+            first = next(iter(holding.tables), Table())
+            assert holding.encoded in (None, first.blocks.tobytes()), "the encoded table is old"
             for block in holding.blocks():
                 holders[block] += 1
         assert self.in_motion.keys() <= self._held.keys(), "a request moves and holds no block"
