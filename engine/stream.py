@@ -40,7 +40,9 @@ class TokenChunk(NamedTuple):
             yield TokenChunk((token,), finish, self.logprobs[i : i + 1], prompt_logprobs)
 
 
-Relay = Callable[[list[int]], bool]  # False: not now; it does not keep the list
+Write = tuple[Callable[[bytes], object], bytes]  # must not raise
+# Takes tokens, keeps neither list, and adds what is to be written. False: not now
+Relay = Callable[[list[int], list[Write]], bool]
 
 
 class StreamOwner(Protocol):
@@ -142,13 +144,13 @@ class TokenStream:
         is_known, self._has_update = self._has_update, True
         return not is_known
 
-    def offer(self) -> None:
+    def offer(self, writes: list[Write]) -> None:
         """Hand the new tokens to the relay; if it does not take them or fails, wake the reader."""
         relay = self._relay
         if relay is None:
             return
         try:
-            if relay(self._tokens):
+            if relay(self._tokens, writes):
                 self._tokens.clear()
                 self._has_update = False
             else:
@@ -171,9 +173,13 @@ class TokenStream:
 
 
 def offer_all(streams: Iterable[TokenStream]) -> None:
-    """Hand new tokens to the relays of these streams."""
+    """Hand new tokens to the relays of these streams. What they write follows in a row, for which a
+    write takes less time: its code stays in the caches, and a reader on this machine awake."""
+    writes: list[Write] = []
     for stream in streams:
-        stream.offer()
+        stream.offer(writes)
+    for write, data in writes:
+        write(data)
 
 
 def close_streams(streams: Iterable[TokenStream], reason: Abort) -> None:

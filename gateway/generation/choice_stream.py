@@ -13,7 +13,7 @@ from typing import Protocol
 from engine.media import replaced
 from engine.request import Abort, FinishReason, Request
 from engine.step import TokenLogprobs
-from engine.stream import TokenChunk, TokenStream
+from engine.stream import TokenChunk, TokenStream, Write
 from gateway.generation.text import TextStream, TokenText
 from gateway.ports import CallBegin, Piece, StreamParser, TokenDecoder
 from gateway.schema.rendering import (
@@ -66,7 +66,7 @@ class DirectSink(Protocol):
 
     def is_open(self) -> bool: ...
 
-    def write(self, index: int, delta: Delta) -> None: ...
+    def add(self, index: int, delta: Delta, writes: list[Write]) -> None: ...
 
 
 class ChoiceStream:
@@ -102,7 +102,7 @@ class ChoiceStream:
         self._early_end = ""  # the finish reason if the answer is to end before the model ends it
         self._is_plain = options.is_plain
         self._chunks: deque[TokenChunk] = deque()  # not yet read, if deltas are of one token
-        self._direct: DirectSink  # of the last `next`
+        self._direct: DirectSink  # set by `next`
         self._last_delta: Delta = ()  # if the message ended while `next` waited
 
     async def next(self, direct: DirectSink | None = None) -> Delta:
@@ -123,31 +123,30 @@ class ChoiceStream:
         if self._early_end and chunk.finish is None and not self._chunks:
             return self._process_last(chunk)
         if self._is_plain and chunk.finish is None:
-            return self._add_plain(chunk.tokens)
+            self.num_tokens += len(chunk.tokens)
+            text = self._text.feed(chunk.tokens)
+            return (text,) if text else ()
         is_echo = self._report.echo and not self._has_begun and bool(chunk.tokens)
         if is_echo and len(self._tokens.spec.prompt) > MANY_TOKENS:
             await asyncio.to_thread(self._begin, chunk.prompt_logprobs)
         return self._process(chunk)
 
-    def _relay(self, tokens: list[int]) -> bool:
+    def _relay(self, tokens: list[int], writes: list[Write]) -> bool:
         direct = self._direct
         if not direct.is_open():
             return False
         if self._is_plain:
-            delta = self._add_plain(tokens)
+            self.num_tokens += len(tokens)
+            text = self._text.feed(tokens)
+            delta: Delta = (text,) if text else ()
         else:
             delta = self._process(TokenChunk(tuple(tokens), None))
         if self.end is not None:
             self._last_delta = delta
             self._tokens.wake()
         elif delta:
-            direct.write(self.index, delta)
+            direct.add(self.index, delta, writes)
         return True
-
-    def _add_plain(self, tokens: Sequence[int]) -> Delta:
-        self.num_tokens += len(tokens)
-        text = self._text.feed(tokens)
-        return (text,) if text else ()
 
     def end_early(self, reason: str) -> None:
         """End the message after the tokens that have arrived, with this finish reason. An answer

@@ -2,7 +2,8 @@
 
 Three tasks run in one group: the events, the pings, and the wait for the client's disconnect; the
 first that ends cancels the others. A token costs one rendering and one write. The task of the
-events is woken for it only if the write may have to wait, or if it has log-probabilities.
+events is woken for it only if the write may have to wait, if there are several choices, or if it
+has log-probabilities.
 
 The status line is held back until the first event or for `Pace.hold`, so that a rejected request
 gets its real status; after it an error is one event and the end of the stream. While a write is
@@ -24,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.errors import EngineError
 from engine.ports import Clock
 from engine.request import Abort
+from engine.stream import Write
 from gateway.access.callers import Caller
 from gateway.generation.choices import ChoiceGroup, generate_body, generate_events
 from gateway.generation.plan import GenerationPlan
@@ -113,7 +115,7 @@ class EventStream:
             await self._fail(error)
 
     def is_open(self) -> bool:
-        """Whether `write` may be called: no write waits, and the loop is not late."""
+        """Whether `add` may be called: no write waits, and the loop is not late."""
         return (
             self._has_started
             and not self._has_ended
@@ -123,20 +125,19 @@ class EventStream:
             and self._chunks.is_open
         )
 
-    def write(self, index: int, delta: Delta) -> None:
-        """Send what a choice adds, the only one."""
+    def add(self, index: int, delta: Delta, writes: list[Write]) -> None:
+        """Add what the only choice adds to the writes."""
         chunks, frame = self._chunks, self._frame
         assert chunks is not None, "it is open"
         if frame is not None and len(delta) == 1 and isinstance(text := delta[0], str):
-            chunks.write(self._numbers.framed(text, frame))
+            events = self._numbers.framed(text, frame)
         else:
             renderer = self._plan.renderer
             self._frame = renderer.text_frame(index)
-            events = renderer.delta(index, delta, self._group)
-            if not events:
-                return
-            chunks.write(self._numbers.numbered(events))
-        self._has_written = True
+            events = self._numbers.numbered(renderer.delta(index, delta, self._group))
+        if events:
+            writes.append((chunks.write, events))
+            self._has_written = True
 
     async def _send_events(self, events: bytes) -> None:
         if not self._has_started:

@@ -15,19 +15,13 @@ from engine.step import TokenLogprobs
 from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
 
 END = b"\n\n"  # ends an event; JSON in an event has no line feed
+TextFrame = tuple[bytes, bytes]  # what is before and after the JSON of a text in an event
 PING = ServerSentEvent(comment="ping", sep="\n").encode()
 
 
 def error_event(body: bytes, name: str | None = "error") -> bytes:
     """A JSON body as a server-sent event."""
     return ServerSentEvent(body.decode(), event=name, sep="\n").encode()
-
-
-class TextFrame(NamedTuple):
-    """The bytes before and after the JSON of a text, which are an event with it."""
-
-    head: bytes
-    tail: bytes
 
 
 class EventNumbers:

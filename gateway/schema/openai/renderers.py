@@ -57,17 +57,15 @@ class Envelope:
         open_json = orjson.dumps(self._envelope(self.chunk_object))[:-1]
         self._open = b"data: " + open_json + b',"choices":['
         self._close = (_NULL_USAGE if usage_options.at_the_end else b"") + b"}\n\n"
-        self._frames: dict[int, TextFrame] = {}  # of chunks that have text only, by choice
+        self._frames: dict[int, TextFrame] = {}  # by choice: what is around a text
 
     def text_frame(self, index: int) -> TextFrame | None:
-        """The frame of a choice that has begun."""
         return self._frames.get(index)
 
     def _set_frame(self, index: int, field: bytes) -> None:
-        """From here on a text follows `field`, unless more is reported."""
         if self._is_plain:
             head = self._open + b'{"index":%d,%b' % (index, field)
-            self._frames[index] = TextFrame(head, self.text_end + self._close)
+            self._frames[index] = head, self.text_end + self._close
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         header = self._header
@@ -170,7 +168,7 @@ class ChatRenderer(Envelope):
         """One event for each piece; the last event also has the tokens' log-probabilities."""
         frame = self._frames.get(index)
         if frame is not None and len(parts) == 1 and isinstance(piece := parts[0], str):
-            return frame.head + orjson.dumps(piece) + frame.tail
+            return frame[0] + orjson.dumps(piece) + frame[1]
         if progress_chunk := self._progress_chunk(index, parts, delta={}):
             return progress_chunk
         pieces = [piece for piece in parts if not isinstance(piece, OutputToken | PromptReport)]
@@ -300,7 +298,7 @@ class CompletionRenderer(Envelope):
         """One event with the text and its tokens."""
         frame = self._frames.get(index)
         if frame is not None and len(parts) == 1:
-            return frame.head + orjson.dumps(parts[0]) + frame.tail
+            return frame[0] + orjson.dumps(parts[0]) + frame[1]
         if progress_chunk := self._progress_chunk(index, parts, text=""):
             return progress_chunk
         self._set_frame(index, b'"text":')
