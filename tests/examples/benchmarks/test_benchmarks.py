@@ -36,6 +36,13 @@ def test_a_streamed_token_is_compared_with_a_bare_write(tmp_path: Path) -> None:
     assert "scheduler.py" in profile.read_text()
 
 
+def test_the_pieces_of_a_streamed_token_are_measured_over_connections_to_nowhere() -> None:
+    shown = run_module("benchmarks.server.token_pieces", "--streams", "2", "--rounds", "1")
+    rows = [line.partition(" {")[0] for line in shown.splitlines()]
+    assert rows == ["without a pause", "25 ms between iterations"]
+    assert shown.count("'text, event, chunk'") == shown.count("woken for every token") == 2
+
+
 def test_decisions_are_measured_in_a_whole_server(tmp_path: Path) -> None:
     load = ("--questions", "1,4", "--words", "40", "--rounds", "1")
     run_here("benchmarks.server.decisions", "builtin", *load, "--out", tmp_path / "decisions")

@@ -1,6 +1,6 @@
 import tomllib
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from types import ModuleType
 
 import pytest
@@ -106,6 +106,60 @@ def test_the_cost_of_lora_adapters_is_that_of_its_run() -> None:
         ratios = base, one, ms["mixed"] / ms["base"], ms["merged"] / ms["mixed"]
         cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
         assert f"| {weights} | {row['rows']} | {ms['plain']:.1f} ms | {cells} |" in page
+
+
+# A streamed token
+
+STREAMED = {
+    "bare uvloop `transport.write` of the same bytes, all in a row": "bare write, again",
+    "the same with 20 µs between two writes": "bare write, apart",
+    "gateway: plan, commit, text, event, write": "gateway",
+    "gateway, saturated: unlimited iterations, tokens of a stream merged": "gateway, saturated",
+}
+PIECES = {
+    "plan, with what observers note of it": "plan",
+    "commit, with observers": "commit",
+    "hand tokens to streams, mock executor": "hand over",
+    "text, event, chunk": "text, event, chunk",
+    "all": "all",
+    "all, with a task woken for every token": "all, a task woken for every token",
+}
+
+
+def test_the_cost_of_a_streamed_token_is_that_of_its_run() -> None:
+    found = read("streaming/streaming.json")
+    page = plain((RESULTS / "streaming" / "README.md").read_text())
+    baseline = fmean(found[name]["microseconds"] for name in ("bare write", "bare write, again"))
+    for label, name in STREAMED.items():
+        micros, rate = found[name]["microseconds"], found[name]["tokens_per_second"]
+        micros = baseline if name == "bare write, again" else micros
+        assert f"| {label} | {micros:.1f} | {micros / baseline:.1f} | {rate:,.0f} |" in page
+
+
+def test_the_pieces_of_a_streamed_token_are_those_of_their_run() -> None:
+    found = read("streaming/pieces.json")
+    page = plain((RESULTS / "streaming" / "README.md").read_text())
+    for label, name in PIECES.items():
+        cells = " | ".join(f"{of[name]:.1f}" for of in found.values())
+        assert f"| {label} | {cells} |" in page
+
+
+def test_the_versions_measured_in_turn_are_those_of_their_runs() -> None:
+    found = read("streaming/in_turn.json")
+    page = plain((RESULTS / "streaming" / "README.md").read_text())
+    before, after = found["before"], found["after"]
+    first, last = median(before["gateway"]), median(after["gateway"])
+    row, apart = (
+        median(before[name] + after[name]) for name in ("bare write, in a row", "bare write, apart")
+    )
+    assert f"{first:.1f} µs before and {last:.1f} µs after" in page
+    assert f"medians of {len(before['gateway'])} runs each" in page
+    assert f"a bare write in a row took {row:.1f} µs and one apart {apart:.1f} µs" in page
+    assert (
+        f"{first / apart:.1f} times a write apart, and {last / row:.1f} times one in a row" in page
+    )
+    merged = (median(each["gateway, saturated"]) for each in (before, after))
+    assert "A merged token took {:.1f} and {:.1f} µs".format(*merged) in page
 
 
 # Page and traces
