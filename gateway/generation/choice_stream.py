@@ -102,7 +102,7 @@ class ChoiceStream:
         self._early_end = ""  # the finish reason if the answer is to end before the model ends it
         self._is_plain = options.is_plain
         self._chunks: deque[TokenChunk] = deque()  # not yet read, if deltas are of one token
-        self._direct: DirectSink  # set by `next`
+        self._direct: DirectSink | None = None  # while `next` waits
         self._last_delta: Delta = ()  # if the message ended while `next` waited
 
     async def next(self, direct: DirectSink | None = None) -> Delta:
@@ -111,10 +111,12 @@ class ChoiceStream:
 
         Raises `RequestFailed` or `Unavailable` if the engine lost the request.
         """
-        relay = None
-        if direct is not None and (self._is_plain or self._has_begun):
-            self._direct, relay = direct, self._relay
-        chunk = self._chunks.popleft() if self._chunks else await self._tokens.next(relay)
+        self._direct = direct if self._is_plain or self._has_begun else None
+        try:
+            relay = self._relay if self._direct else None
+            chunk = self._chunks.popleft() if self._chunks else await self._tokens.next(relay)
+        finally:
+            self._direct = None  # it refers to this
         if self._options.is_single and len(chunk.tokens) > 1:
             self._chunks.extend(chunk.split())
             chunk = self._chunks.popleft()
@@ -133,7 +135,7 @@ class ChoiceStream:
 
     def _relay(self, tokens: list[int], writes: list[Write]) -> bool:
         direct = self._direct
-        if not direct.is_open():
+        if direct is None or not direct.is_open():
             return False
         if self._is_plain:
             self.num_tokens += len(tokens)
