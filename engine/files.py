@@ -2,12 +2,15 @@
 
 import fcntl
 import hashlib
+import mmap
 import os
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NEW_SUFFIX = ".new"  # ends the name of a file that is being written
+WRITE_BYTES = 64 << 20  # bytes that are written at a time
 
 
 def new_file(folder: Path) -> tuple[int, str]:
@@ -16,6 +19,32 @@ def new_file(folder: Path) -> tuple[int, str]:
     file, name = tempfile.mkstemp(dir=folder, suffix=NEW_SUFFIX)
     fcntl.flock(file, fcntl.LOCK_SH)
     return file, name
+
+
+@contextmanager
+def beside_page_cache(path: str, file: int) -> Iterator[int]:
+    """A descriptor of an open file whose writes, of whole pages, go from memory to the disk; the
+    file's own where the system has none.
+
+    Copies in the page cache would take a core's time from others, and memory from other files.
+    """
+    try:
+        direct = os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
+    except OSError:  # a file system in memory
+        yield file
+        return
+    try:
+        yield direct
+    finally:
+        os.close(direct)
+
+
+def write_all(file: int, content: bytes | mmap.mmap, offset: int) -> None:
+    """Write all of it there; a call of the system writes less than 2 GiB. Raises `OSError`."""
+    with memoryview(content) as left:
+        written = 0
+        while written < len(left):
+            written += os.pwrite(file, left[written : written + WRITE_BYTES], offset + written)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -24,8 +24,8 @@ import os
 import struct
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +35,7 @@ import xxhash
 from torch import Tensor
 
 from engine.errors import WorkerLost
-from engine.files import new_file
+from engine.files import beside_page_cache, new_file, write_all
 from engine.transport.process_memory import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class NewFile(PackedFile):
         """Complete the file, wait until it is on the disk, then give it its name."""
         try:
             if self._is_in_memory:
-                with beside_the_page_cache(temporary, file) as direct:
+                with beside_page_cache(temporary, file) as direct:
                     for start, mapping in self._mappings.values():
                         write_all(direct, mapping, start)
             write_all(file, self._header(), self.num_bytes)
@@ -345,33 +345,6 @@ def resident_tensors(
     return [
         tensor for each in entries if fits or not each.is_sparse for tensor in each.tensors.values()
     ]
-
-
-@contextmanager
-def beside_the_page_cache(path: str, file: int) -> Iterator[int]:
-    """A descriptor of an open file whose writes, of whole pages, go from memory to the disk; the
-    file's own where the system has none.
-
-    Copies of the weights in the page cache would take a core's time from requests, and memory from
-    other files.
-    """
-    try:
-        direct = os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0))
-    except OSError:  # a file system in memory
-        yield file
-        return
-    try:
-        yield direct
-    finally:
-        os.close(direct)
-
-
-def write_all(file: int, content: bytes | mmap.mmap, offset: int) -> None:
-    """Write all of it there; a call of the system writes less than 2 GiB. Raises `OSError`."""
-    with memoryview(content) as left:
-        written = 0
-        while written < len(left):
-            written += os.pwrite(file, left[written : written + READ_BYTES], offset + written)
 
 
 def _map_pages(start: int, run: range) -> None:

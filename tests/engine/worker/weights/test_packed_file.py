@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 from pathlib import Path
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from engine.errors import WorkerLost
+from engine.files import beside_page_cache, write_all
 from engine.worker.weights import packed_file
 from engine.worker.weights.packed_cache import SUFFIX
 from engine.worker.weights.packed_file import PackedEntry
@@ -19,6 +21,8 @@ from tests.engine.worker.weights.packed_files import (
     until_published,
     value_of,
 )
+
+SIZE = 1 << 20
 
 
 @pytest.fixture(autouse=True, params=["memory", "pages of the file"])
@@ -152,3 +156,25 @@ def test_a_start_that_finds_its_own_file_removes_that_of_a_dead_writer_too(tmp_p
     with opened(cache) as file:
         assert value_of(file, "key") == 1.0
     assert [path.suffix for path in cached_files(tmp_path / "cache")] == [SUFFIX]
+
+
+def test_packed_weights_are_written_beside_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened_with, open_file = tmp_path / "new", list[int](), os.open
+
+    def noted(path: str, flags: int) -> int:
+        opened_with.append(flags)
+        if len(opened_with) > 1:
+            raise OSError(errno.EINVAL, "no such flag here")
+        return open_file(path, os.O_WRONLY)
+
+    monkeypatch.setattr(os, "open", noted)
+    with path.open("wb") as file:
+        with beside_page_cache(str(path), file.fileno()) as direct:
+            assert direct != file.fileno()
+            write_all(direct, bytes(SIZE), 0)
+        with beside_page_cache(str(path), file.fileno()) as direct:
+            assert direct == file.fileno()
+    assert opened_with == [os.O_WRONLY | os.O_DIRECT] * 2
+    assert path.stat().st_size == SIZE
