@@ -1,6 +1,5 @@
 """Random LoRA adapters in PEFT's own format, and PEFT's logits for them."""
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -30,9 +29,8 @@ def adapted(model: Any, seed: int = 1, **config: Any) -> Any:
     import peft  # three seconds, which processes that make no adapter do not need
 
     fields: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ALL} | config
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # from transformers to PEFT
-        model = peft.get_peft_model(model, peft.LoraConfig(**fields))
+    type(model).is_gradient_checkpointing = False  # PEFT asks for it, and transformers' warns
+    model = peft.get_peft_model(model, peft.LoraConfig(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -193,13 +193,14 @@ def asked(kernels: Kernels, *given: Any) -> Kernels:
 
 @pytest.fixture
 def kernels(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    found, real = Kernels(), torch.empty
+    found, real = Kernels(), torch.zeros  # no kernel writes to it
 
     def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         made: torch.Tensor = real(*sizes, **options)
         return made
 
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     for module in (library.prefill, library.decode):
         monkeypatch.setattr(module, "get_batch_prefill_module", partial(asked, found))
     return found
