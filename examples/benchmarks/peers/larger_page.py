@@ -33,10 +33,10 @@ def _circumstances(runs: Sequence[Run]) -> str:
     share = others / sum(load["wall_seconds"] for load in done) / cores
     counted = "; ".join(f"{group}: {count}" for group, count in rounds.items())
     return (
-        "Made by `python -m examples.benchmarks.peers.larger PEERS`: all servers of a table are up"
-        " at a time, and each load runs on one after the other. Medians of the rounds (smallest to"
-        f" largest); rounds of each table: {counted}.\n{cores} cores of {processor()}; the load"
-        f" client and all else took {share:.0%} of the CPU seconds.\n"
+        "Made by `python -m examples.benchmarks.peers.larger PEERS`: as many servers of a table are"
+        " up at a time as memory holds, and each load runs on one after the other. Medians of the"
+        f" rounds (smallest to largest); rounds of each table: {counted}.\n{cores} cores of"
+        f" {processor()}; the load client and all else took {share:.0%} of the CPU seconds.\n"
     )
 
 

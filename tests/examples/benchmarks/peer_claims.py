@@ -11,7 +11,7 @@ def peers(shape: str, server: str, load: str, key: str = "output_rate") -> float
     runs = [run for run in read(f"peers/{shape}/figures.json") if run["server"] == server]
     if key in runs[0]:
         return median(float(run[key]) for run in runs)
-    return median(float(run["loads"][load][key]) for run in runs)
+    return median(float(run["loads"][load][key]) for run in runs if load in run["loads"])
 
 
 FORMATS = {  # row of README.md: Podway's server and the group of servers
