@@ -72,7 +72,7 @@ class EventStream:
 
     __slots__ = (
         "_chunks", "_frame", "_group", "_has_ended", "_has_started", "_has_written",
-        "_num_writing", "_numbers", "_plan", "_send", "_service", "_starting", "_write",
+        "_num_writing", "_numbers", "_plan", "_send", "_sending", "_service", "_starting", "_write",
     )  # fmt: skip
 
     def __init__(self, plan: GenerationPlan, service: Service) -> None:
@@ -81,7 +81,7 @@ class EventStream:
         self._group = ChoiceGroup(plan, service)
         self._numbers = EventNumbers()
         self._frame: TextFrame | None = None  # once the renderer has it
-        self._starting = asyncio.Lock()
+        self._starting, self._sending = asyncio.Lock(), asyncio.Lock()
         self._send: Send  # through the middleware, and
         self._write: Send  # directly to the server, and
         self._chunks: Chunks | None  # without waiting: all are set by `__call__`
@@ -142,7 +142,8 @@ class EventStream:
     async def _send_events(self, events: bytes) -> None:
         if not self._has_started:
             await self._start()
-        await self._send_bytes(self._numbers.numbered(events))
+        async with self._sending:  # events of choices are sent in the order of their numbers
+            await self._send_bytes(self._numbers.numbered(events))
         if self._service.watch.gap:
             await asyncio.sleep(self._service.watch.gap)  # the loop is late: let tokens gather
 

@@ -91,10 +91,11 @@ def test_events_are_written_without_waking_a_task(
     play(scene, setting)
 
 
-def test_events_stay_in_order_while_a_client_reads_in_bursts() -> None:
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_events_stay_in_order_while_a_client_reads_in_bursts(num_choices: int) -> None:
     async def scene(rig: Rig) -> None:
         numbers: list[int] = []
-        async with rig.client.post(TEXT, text(stream=True)) as exchange:
+        async with rig.client.post(TEXT, text(stream=True, n=num_choices)) as exchange:
             async for piece in exchange.chunks():
                 lines = [line for line in piece.split(b"\n") if line.startswith(NUMBER)]
                 numbers += [int(line.removeprefix(NUMBER)) for line in lines]
