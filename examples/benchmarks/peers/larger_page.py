@@ -62,7 +62,7 @@ def _speed(here: Sequence[Run], loads: Sequence[Load]) -> str:
 
 def _of(load: str, key: str, convert: Callable[[float], float]) -> Pick:
     def pick(run: Run) -> float | None:
-        value = run["loads"].get(load, {}).get(key)
+        value = run["loads"][load].get(key)
         return None if value is None else convert(value)
 
     return pick

@@ -3,6 +3,7 @@
 import os
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -98,9 +99,13 @@ def table(columns: Sequence[str], rounds: Rounds, picks: Sequence[Pick]) -> str:
 
 
 def _cell(pick: Pick, rounds: Rounds) -> str:
-    values = [value for one in rounds if (value := pick(one)) is not None]
+    found: list[float | None] = []
+    for one in rounds:
+        with suppress(KeyError):  # a load that was not run
+            found.append(pick(one))
+    values = [value for value in found if value is not None]
     if not values:
-        return "failed"
+        return "failed" if found else "not run"
     text = _short(median(values))
     return text if len(values) == 1 else f"{text} ({_short(min(values))}–{_short(max(values))})"
 

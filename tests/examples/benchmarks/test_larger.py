@@ -83,6 +83,11 @@ def test_lone_streams_have_their_decode_speed_and_concurrent_ones_all_tokens_per
 def test_the_page_of_some_loads_names_those_that_were_not_run() -> None:
     text = page([run("128 in", "C=4")], LOADS, GROUPS, ["a reason"])
     assert "C=16 tokens/s" not in text
+    others = run("128 in") | {"server": "llama-server"}
+    others["loads"]["C=4"] = {"failed": ["an error"]}
+    few = page([run("128 in", "C=4"), others, run() | {"server": "vLLM"}], LOADS, GROUPS, [])
+    assert "| llama-server | 8.0 | 2.5 | failed |" in few
+    assert "| vLLM | not run | not run | not run |" in few
     assert "- Qwen3-4B, q4_0: C=16, 4,096 in, 16,384 in\n" in text
     assert "- Qwen3-4B, q8_0: all loads\n- a reason\n" in text
 
