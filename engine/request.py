@@ -219,6 +219,7 @@ class Times:
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
+    earlier_token_at: float | None = None  # when it had the last token before those of that moment
     ended_at: float | None = None
 
     @property

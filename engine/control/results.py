@@ -123,7 +123,8 @@ class StepResults:
         if request.num_crashes:
             self._lifecycle.clear(request)
         times = request.times
-        times.last_token_at = self._now
+        if times.last_token_at != self._now:
+            times.earlier_token_at, times.last_token_at = times.last_token_at, self._now
         if times.first_token_at is None:
             times.first_token_at = self._now
         request.append(token)

@@ -10,7 +10,7 @@ from math import inf
 
 from engine.iteration import Iteration, Observer
 from engine.request import Abort, FinishReason, Request
-from engine.step import BlockMove, Direction, RequestId, StepId
+from engine.step import BlockMove, Direction, RequestId
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -167,16 +167,10 @@ class StepMetrics(Observer):
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._last_tokens: dict[StepId, list[float | None]] = {}
         self._produced: dict[RequestId, int] = {}  # by requests with drafts in flight
 
     def planned(self, iteration: Iteration, now: float) -> None:
-        """Remember the previous token's time of each request that will get a token."""
-        self._last_tokens[iteration.step.step_id] = [
-            request.times.last_token_at
-            for request, entry in zip(iteration.requests, iteration.step.entries, strict=True)
-            if entry.sample is not None
-        ]
+        """Remember what requests with drafts have produced."""
         if iteration.step.has_drafts:
             for request, entry in zip(iteration.requests, iteration.step.entries, strict=True):
                 if entry.num_drafts:
@@ -184,17 +178,19 @@ class StepMetrics(Observer):
 
     def committed(self, iteration: Iteration, seconds: float, now: float) -> None:
         """Count the iteration; requests with the same previous iteration share one gap."""
-        metrics, last_tokens = self._metrics, self._last_tokens.pop(iteration.step.step_id)
-        if self._last_tokens:
-            for failed in [step for step in self._last_tokens if step < iteration.step.step_id]:
-                del self._last_tokens[failed]  # steps commit in order, so this one failed
-        for last, times in Counter(last_tokens).items():
+        metrics = self._metrics
+        earlier = [
+            request.times.earlier_token_at
+            for request, entry in zip(iteration.requests, iteration.step.entries, strict=True)
+            if entry.sample is not None and request.times.last_token_at == now
+        ]
+        for last, times in Counter(earlier).items():
             if last is not None:
                 metrics.inter_token.add(now - last, times)
-        if None in last_tokens:
+        if None in earlier:
             self._count_first_tokens(iteration, now)
         metrics.num_iterations += 1
-        metrics.num_output_tokens += len(last_tokens)
+        metrics.num_output_tokens += len(earlier)
         if self._produced:
             self._count_accepted(iteration)
         metrics.iteration_seconds.add(seconds)
@@ -219,7 +215,6 @@ class StepMetrics(Observer):
 
     def worker_lost(self, now: float) -> None:
         self._metrics.num_workers_lost += 1
-        self._last_tokens.clear()
         self._produced.clear()
 
 

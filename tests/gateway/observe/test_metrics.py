@@ -5,11 +5,21 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
+from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
+from engine.loop import Engine
+from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort
+from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.virtual_loop import run_virtual
 from engine.step import Direction
 from gateway.observe.metric_table import METRICS
-from gateway.observe.metrics import Histogram
+from gateway.observe.metrics import Histogram, Metrics, StepMetrics
+from tests.engine.control.served_loop import ONE_SECOND, read
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
+from tests.scheduling import a_spec
 
 
 def test_a_histogram_counts_into_cumulative_buckets() -> None:
@@ -172,3 +182,27 @@ async def test_readers_share_one_page_per_tick_that_is_never_older_than_their_qu
     assert b'path="other"' not in first
     assert b'path="other"' in pages[0]
     assert set(pages) == {pages[0]}
+
+
+def test_gaps_are_as_long_where_iterations_are_planned_ahead() -> None:
+    async def main() -> Metrics:
+        metrics = Metrics()
+        scheduler = IterationScheduler(
+            SchedulerSettings(max_model_len=500, max_batch_size=4, max_batch_tokens=8),
+            KVLedger(KVShape(99, 1)),
+            FirstComeFirstServed(),
+            observer=StepMetrics(metrics),
+        )
+        executor = SimulatedExecutor(ONE_SECOND, lookahead=1)
+        engine = Engine(scheduler, executor, asyncio.get_running_loop().time, lookahead=1)
+        running = asyncio.create_task(engine.run())
+        with engine.stream(a_spec(2, 6)) as stream:
+            assert len(await read(stream)) == 6
+        running.cancel()
+        return metrics
+
+    metrics = run_virtual(main())
+    assert metrics.inter_token.buckets()[-1] == ("+Inf", 5)
+    assert metrics.inter_token.sum == 5.0
+    assert metrics.num_output_tokens == 6
+    assert metrics.time_to_first_token.buckets()[-1] == ("+Inf", 1)
