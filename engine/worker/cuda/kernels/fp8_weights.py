@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.worker.cuda.kernels.gemm import REDUCED, reduce_kernel
+from engine.worker.cuda.kernels.gemm import Epilogue, add_parts
 from engine.worker.cuda.kernels.tiling import Tiling
 
 MIN_RUN = 16  # a multiple of it: the inner dimension of a tile
@@ -134,19 +134,5 @@ def product(
         **has,
     )
     if tiling.splits > 1:
-        reduce_kernel[(rows, triton.cdiv(outputs, REDUCED))](
-            parts,
-            out,
-            out,
-            out,
-            out if bias is None else bias,
-            rows,
-            outputs,
-            out.stride(0),
-            SPLITS=tiling.splits,
-            BLOCK=REDUCED,
-            HAS_SCALES=False,
-            num_warps=4,
-            **has,
-        )
+        add_parts(parts, out, Epilogue(bias=bias, add_to=add_to))
     return out
