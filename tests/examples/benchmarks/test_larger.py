@@ -7,6 +7,7 @@ import pytest
 from adapters.models.named_shapes import SHAPES
 from examples.benchmarks.peers.larger import LOADS, MODELS, plan, together
 from examples.benchmarks.peers.larger_page import page
+from tests.examples.benchmarks.peer_claims import alone
 from tests.examples.benchmarks.published import RESULTS, read
 
 GIB = 1 << 30
@@ -116,3 +117,11 @@ def test_first_starts_are_those_of_their_runs() -> None:
             ]
             cells.append(f"{median(found):.1f} ({min(found):.1f}–{max(found):.1f})")
         assert f"| {case} | {' | '.join(cells)} |" in published
+
+
+def test_lone_streams_are_compared_answer_by_answer() -> None:
+    published = (RESULTS / "peers/larger_zen5/README.md").read_text()
+    best, letter = alone("larger_zen5", "Podway q8_0", "Qwen3-4B, 8 bits")
+    beside_vllm, _ = alone("larger_zen5", "Podway q8_0", "Qwen3-4B, 8 bits, beside vLLM")
+    assert letter == "O"
+    assert f"{beside_vllm:.2f} times vLLM's tokens/s and {best:.2f} times OpenVINO's" in published
