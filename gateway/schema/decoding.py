@@ -74,8 +74,8 @@ class UnknownFields:
                 )
         return not self._rejects_all
 
-    def remove(self, body: bytes, shape: type, root: str = "") -> bytes:
-        """The JSON `body` without the fields that `shape` does not have and that may be ignored.
+    def remove(self, body: bytes, shape: Any, root: str = "") -> bytes:
+        """The JSON `body` without the fields that the type `shape` has not and that may be ignored.
 
         `body` is valid JSON; other unknown fields stay and make the decoder raise. `root` is the
         path of the body in its request.
@@ -99,7 +99,7 @@ class UnknownFields:
 
 
 @cache
-def _type_of(shape: type) -> inspect.Type:
+def _type_of(shape: Any) -> inspect.Type:
     return inspect.type_info(shape)
 
 
