@@ -148,8 +148,9 @@ class KVSettings:
     kv_cache_dtype: str = setting(
         "auto",
         "memory",
-        "dtype of the KV cache; auto: float16 on a CPU, as --dtype on a GPU. float32 is for exact "
-        "comparisons of logits on a CPU; int8 holds nearly twice as many tokens as float16",
+        "dtype of the KV cache; auto: as --dtype on a GPU; on a CPU float16, or bfloat16 if it "
+        "has AVX-512 BF16 and the weights are not more precise. float32 is for exact comparisons "
+        "of logits on a CPU; int8 holds nearly twice as many tokens as float16",
         choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8"),
     )
     kv_slots: int | None = setting(

@@ -95,12 +95,12 @@ class CpuDevice:
         kernels, preferred = settings.kernels, preferred or PreferredFormat()
         if kernels.batch_invariant:
             raise StartupError("--batch-invariant is not supported on cpu, only on cuda")
-        kv_dtype = kv_format(settings.kv.kv_cache_dtype, keeps_kv=preferred.keeps_kv)
         self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
         self._is_plain = self.attentions == (PLAIN_ATTENTION,)
         self.kernels = "torch" if self._is_plain else INSTRUCTIONS
         stored, converted = weight_formats(kernels, preferred, is_plain=self._is_plain)
         names = stored or (converted,)
+        kv_dtype = kv_format(settings.kv.kv_cache_dtype, names, keeps_kv=preferred.keeps_kv)
         linears = linears_of(*names, activation_bits=kernels.activation_bits)
         weights = describe([linears[each] for each in names])
         if stored:  # also for the weights that are floats

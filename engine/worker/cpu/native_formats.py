@@ -6,14 +6,15 @@ by the format itself.
 The formats of weights and of the KV cache that a CPU computes with.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.errors import StartupError
 from engine.worker.cpu.kernel_call import KernelCall
-from engine.worker.cpu.kernels.dtypes import has_half
+from engine.worker.cpu.kernels.dtypes import HAS_BFLOAT16_PAIRS, has_half
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
 from engine.worker.cpu.kernels.quantize import QuantizeOperands, quantize_int4, quantize_int8
 from engine.worker.cpu.linears import FORMATS
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -27,6 +28,8 @@ from engine.worker_settings import Kernels
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 NO_HALF = "'float16' needs a CPU with F16C"
+EXACT = frozenset(("float32", "float16"))  # more precise than bfloat16
+MULTIPLIES_BFLOAT16 = HAS_BFLOAT16_PAIRS and not HAS_AMX  # faster than it does float16
 PLAIN_ATTENTION = "reference"  # with it, all operators are plain torch
 
 
@@ -61,14 +64,18 @@ def weight_formats(
     return (), weights
 
 
-def kv_format(name: str, *, keeps_kv: bool = True) -> torch.dtype:
+def kv_format(name: str, weights: Sequence[str] = (), *, keeps_kv: bool = True) -> torch.dtype:
     """The dtype of the KV cache by its name; raises `StartupError` if it is not supported.
 
-    "auto" is float16, whatever the dtype of weights, if the CPU converts it in hardware; without
-    `keeps_kv`, in an encoder, it is float32.
+    "auto" is float16 if the CPU converts it in hardware. With `weights` that are all stored with
+    fewer bits than float16 has, it is bfloat16 where attention takes 0.6 of the time with it. An
+    encoder, without `keeps_kv`, has float32.
     """
     if name == "auto":
-        return torch.float16 if keeps_kv and has_half() else torch.float32
+        if not (keeps_kv and has_half()):
+            return torch.float32
+        is_coarse = bool(weights) and EXACT.isdisjoint(weights)
+        return torch.bfloat16 if is_coarse and MULTIPLIES_BFLOAT16 else torch.float16
     dtype = choose_dtype("--kv-cache-dtype", name, CPU_KV_DTYPES, "cpu")
     if dtype is torch.float16 and not has_half():
         raise StartupError(f"--kv-cache-dtype {NO_HALF}")

@@ -19,15 +19,14 @@ from engine.worker.cpu.attention.amx_products import (
     split,
     split_rows,
 )
-from engine.worker.cpu.attention.kv_pages import page_at
+from engine.worker.cpu.attention.kv_pages import ITEM, copy_keys, page_at
 from engine.worker.cpu.attention.softmax import SCORES, SPAN, clear
-from engine.worker.cpu.intrinsics import int16s, int64s
+from engine.worker.cpu.intrinsics import int64s
 from engine.worker.cpu.kernels.elementwise import BYTES
 from engine.worker.cpu.kernels.linears.packed_tiles import SUMS_BYTES, tile_sums
 from engine.worker.cpu.kernels.vectors import LANES
 from engine.worker.cpu.kernels.vectors import LINE as CACHE_LINE
 
-ITEM = 2  # bytes of a key's or value's number
 PIECE = 2  # blocks of values: their panel stays in the first cache
 SCORES_STRIDE = SCORES * BYTES
 
@@ -52,11 +51,7 @@ def _split_keys(cache, pages, at, seen, end, dim, panel, copy):
     keys, step = page_at(pages, at // size) + at % size * ITEM, size * ITEM
     ahead = page_at(pages, then // size) + then % size * ITEM
     if at % size + LANES > size:
-        for token in range(max(at, seen), min(at + LANES, end)):
-            source = page_at(pages, token // size) + token % size * ITEM
-            for d in range(dim):
-                place = copy + (d * LANES + token - at) * ITEM
-                int16s(place, 1)[0] = int16s(source + d * step, 1)[0]
+        copy_keys(pages, at, seen, end, dim, copy)
         keys, step, ahead = copy, LANES * ITEM, copy
     for d in range(0, dim, BLOCK):
         for i in range(LANES):

@@ -25,7 +25,7 @@ from engine.worker.ports import (
     ThreadPool,
 )
 
-ROWS = 24  # rows per task: tokens x query heads of one KV head
+ROWS = 48  # rows per task: tokens x query heads of one KV head
 AMX_TILES = 4  # tiles per task
 CHUNKS_PER_THREAD = 4  # enough for all threads to end at about the same time
 FEW_DECODES = 8
@@ -86,9 +86,9 @@ class CpuAttention(RecordableAttention):
         self._ahead, self._sees_images = spec.tokens_ahead, spec.sees_images
         self._has_sinks, self._has_own_kv = spec.has_sinks, spec.has_own_kv
         dtype = dtype_code(cache.keys[0].dtype)
-        attend = paged.attend_kernel(dtype, group, spec.head_dim)
+        attend = paged.attend_kernel(dtype, group, spec.head_dim, cache.block_size)
         self._tokens_per_task = max(1, ROWS // group)
-        if attend not in paged.BY_DTYPE:  # all tiles have as many rows
+        if attend in paged.BY_DTYPE_AND_AMX.values():  # all tiles have as many rows
             self._tokens_per_task = max(1, AMX_TILES * (AMX_ROWS // group))
         max_rows = self._tokens_per_task * group
         self._partial_floats = partial_floats(max_rows, spec.head_dim)

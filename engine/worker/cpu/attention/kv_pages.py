@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from numba import njit
 
-from engine.worker.cpu.intrinsics import int64s
+from engine.worker.cpu.intrinsics import int16s, int64s
+from engine.worker.cpu.kernels.vectors import LANES
 from engine.worker.cpu.operands import make_reader, operands
 
 
@@ -28,6 +29,8 @@ class LayerPages(ctypes.Structure):
     key_scales: int
     value_scales: int
 
+
+ITEM = 2  # bytes of a number of 16 bits
 
 read_layer_pages = make_reader(LayerPages)
 
@@ -49,3 +52,15 @@ def page_at(pages, number):
     """Address of page `number` of the request; of the last one for numbers beyond it."""
     block = int64s(pages.table + min(number, pages.num_pages - 1) * 8, 1)[0]
     return pages.base + block * pages.page_bytes
+
+
+@njit(inline="always")
+def copy_keys(pages, at, seen, end, dim, copy):
+    """Copy 16 keys of 16 bits from token `at` on, of those in [seen, end), from their pages to
+    `[dim, 16]` at an address."""
+    size = pages.block_size
+    for token in range(max(at, seen), min(at + LANES, end)):
+        source = page_at(pages, token // size) + token % size * ITEM
+        for d in range(dim):
+            place = copy + (d * LANES + token - at) * ITEM
+            int16s(place, 1)[0] = int16s(source + d * size * ITEM, 1)[0]

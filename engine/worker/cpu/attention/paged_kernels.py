@@ -28,8 +28,16 @@ from engine.worker.cpu.attention.softmax import (
     softmax_rows,
     write_output,
 )
-from engine.worker.cpu.attention.tiles import KEYS
-from engine.worker.cpu.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES
+from engine.worker.cpu.attention.tiles import KEYS, VALUE_WIDTH
+from engine.worker.cpu.kernels.dtypes import (
+    BFLOAT16,
+    BFLOAT16_PAIRS,
+    FLOAT16,
+    FLOAT32,
+    HAS_BFLOAT16_PAIRS,
+    INT8,
+    ITEM_BYTES,
+)
 from engine.worker.cpu.kernels.elementwise import BYTES
 from engine.worker.cpu.kernels.linears.amx_tiles import release_tiles
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
@@ -84,9 +92,11 @@ _read_task, _read_operands = make_reader(Task), make_reader(AttentionOperands)
 
 def scratch_floats(max_rows: int, dim: int) -> int:
     """Floats that a thread needs: scores, scaled queries, the merged result so far, a span's
-    partial result, what AMX multiplies, alignment."""
+    partial result, what is multiplied, alignment."""
     floats = max_rows * (SCORES + dim) + 2 * int(partial_floats(max_rows, dim)) + LINE
-    return floats + amx_spans.scratch_floats(max_rows, dim)
+    return floats + max(
+        amx_spans.scratch_floats(max_rows, dim), vector_spans.scratch_floats(max_rows, dim)
+    )
 
 
 @njit(inline="always")
@@ -177,6 +187,11 @@ def attend_bfloat16(operands, chunk, thread):
     _attend_by_vectors(operands, chunk, thread, BFLOAT16)
 
 
+def attend_bfloat16_in_pairs(operands, chunk, thread):
+    """The same by AVX-512 BF16; heads have a multiple of 32 dimensions, blocks an even size."""
+    _attend_by_vectors(operands, chunk, thread, BFLOAT16_PAIRS)
+
+
 def attend_int8(operands, chunk, thread):
     """`AttentionOperands` with an int8 cache."""
     _attend_by_vectors(operands, chunk, thread, INT8)
@@ -212,7 +227,9 @@ BY_DTYPE = (attend_float32, attend_float16, attend_bfloat16, attend_int8)
 BY_DTYPE_AND_AMX = {FLOAT16: attend_float16_by_amx, BFLOAT16: attend_bfloat16_by_amx}
 
 
-def attend_kernel(dtype: int, group: int = MIN_GROUP, dim: int = WIDTH) -> Callable[..., None]:
+def attend_kernel(
+    dtype: int, group: int = MIN_GROUP, dim: int = WIDTH, block_size: int = KEYS
+) -> Callable[..., None]:
     """The kernel for a cache of a dtype, `group` query heads of a KV head and `dim` dimensions.
 
     A model uses one kernel for all of its steps, since they round differently. By AMX prompts take
@@ -221,4 +238,6 @@ def attend_kernel(dtype: int, group: int = MIN_GROUP, dim: int = WIDTH) -> Calla
     """
     if HAS_AMX and group >= MIN_GROUP and dim % WIDTH == 0 and dtype in BY_DTYPE_AND_AMX:
         return BY_DTYPE_AND_AMX[dtype]
+    if HAS_BFLOAT16_PAIRS and dtype == BFLOAT16 and dim % VALUE_WIDTH == block_size % 2 == 0:
+        return attend_bfloat16_in_pairs
     return BY_DTYPE[dtype]

@@ -12,13 +12,32 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.worker.cpu.intrinsics import FLOAT, INT64, int64
-from engine.worker.cpu.kernels.dtypes import FLOAT32, INT8, ITEM_BYTES, load
-from engine.worker.cpu.kernels.vectors import FLOATS, LANES, broadcast, fma, pointer, prefetch
+from engine.worker.cpu.kernels.dtypes import (
+    ADD_PAIRS,
+    BFLOAT16_PAIRS,
+    FLOAT32,
+    INT8,
+    ITEM_BYTES,
+    load,
+)
+from engine.worker.cpu.kernels.vectors import (
+    FLOATS,
+    INT32S,
+    LANES,
+    broadcast,
+    call,
+    fma,
+    pointer,
+    prefetch,
+)
 
 KEYS = 16  # keys in a score tile
 # Two tiles at once have sums enough to hide the latency of additions even with one row, and read a
 # query once for 32 keys.
 HAS_TWO_TILES = LANES == 16
+RUN_ITEMS = 3  # of a run of values: address, bytes between tokens, number of tokens
+RUN_BYTES = 8 * RUN_ITEMS
+RUNS = 2  # runs of values that are multiplied before the next dimensions
 VALUE_WIDTH = 32  # floats of an output row that a value tile computes
 # Rows of a tile, at most: AVX-512 has 32 registers, of which sums need 12 or more to hide the
 # latency of their additions; AVX2 has 16.
@@ -30,9 +49,46 @@ def _broadcast_at(builder, address):
     return broadcast(builder, builder.load(pointer(builder, address, FLOAT)))
 
 
+def _step(dtype):
+    """Numbers of a sum that are multiplied at a time: 32 bits of a query or of weights."""
+    return 2 if dtype == BFLOAT16_PAIRS else 1
+
+
+def _load(builder, dtype, address, line_bytes, count):
+    """`count` vectors of `LANES` numbers at an address; in pairs, each number with the one
+    `line_bytes` behind it."""
+    if dtype != BFLOAT16_PAIRS:
+        size = int64(LANES * ITEM_BYTES[dtype])
+        places = [builder.add(address, builder.mul(size, int64(i))) for i in range(count)]
+        return [load(builder, dtype, place, LANES) for place in places]
+    kind = ir.VectorType(ir.IntType(16), LANES * count)
+    lines = [
+        builder.load(pointer(builder, each, kind), align=2)
+        for each in (address, builder.add(address, line_bytes))
+    ]
+    found = []
+    for first in range(0, LANES * count, LANES):
+        order = [lane + line for lane in range(first, first + LANES) for line in (0, LANES * count)]
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), order)
+        found.append(builder.bitcast(builder.shuffle_vector(*lines, mask), INT32S))
+    return found
+
+
+def _add_products(builder, dtype, numbers, factor, sums):
+    if dtype != BFLOAT16_PAIRS:
+        return fma(builder, numbers, factor, sums)
+    return call(builder, ADD_PAIRS, FLOATS, sums, numbers, builder.bitcast(factor, INT32S))
+
+
 def _lines(builder, base, stride, count):
     """Byte addresses of `count` lines, `stride` floats apart."""
     return [builder.add(base, builder.mul(stride, int64(4 * i))) for i in range(count)]
+
+
+def _lines_of(builder, base, shift, line_bytes, count):
+    """The addresses of `count` lines of `line_bytes`, `shift` behind the base."""
+    first = builder.add(base, shift)
+    return [first, builder.add(first, line_bytes)][:count]
 
 
 def _make_tile(name, max_rows, num_args, build_rows):
@@ -81,24 +137,23 @@ def _make_score_tile(tiles):
         lanes = [(tile, LANES * part) for tile in range(tiles) for part in range(parts)]
         sums = [[cgutils.alloca_once_value(builder, zeros) for _ in lanes] for _ in q_lines]
         line_bytes = builder.mul(k_stride, int64(ITEM_BYTES[dtype]))
-        with cgutils.for_range_slice(builder, int64(0), dim, int64(1)) as (d, _):
+        step = _step(dtype)
+        with cgutils.for_range_slice(builder, int64(0), dim, int64(step)) as (d, _):
             shift = builder.mul(d, line_bytes)
             for ahead in aheads:
-                prefetch(builder, builder.add(ahead, shift))
-            starts = [builder.add(address, shift) for address in keys]
+                for line in _lines_of(builder, ahead, shift, line_bytes, step):
+                    prefetch(builder, line)
             vectors = [
-                load(
-                    builder,
-                    dtype,
-                    builder.add(starts[tile], int64(first * ITEM_BYTES[dtype])),
-                    LANES,
-                )
-                for tile, first in lanes
+                vector
+                for address in keys
+                for vector in _load(builder, dtype, builder.add(address, shift), line_bytes, parts)
             ]
+            at = builder.mul(d, int64(4 // step))
             for line, line_sums in zip(q_lines, sums, strict=True):
-                query = _broadcast_at(builder, builder.add(line, builder.mul(d, int64(4))))
+                query = _broadcast_at(builder, builder.add(line, at))
                 for key, one in zip(vectors, line_sums, strict=True):
-                    builder.store(fma(builder, key, query, builder.load(one)), one)
+                    total = _add_products(builder, dtype, key, query, builder.load(one))
+                    builder.store(total, one)
         for line, line_sums in zip(_lines(builder, y, y_stride, rows), sums, strict=True):
             for (tile, first), one in zip(lanes, line_sums, strict=True):
                 total = builder.load(one)
@@ -137,12 +192,14 @@ def score_two_tiles(
 def make_value_tile(max_rows, width):
     """`out[m, :width] += sum over t of p[m, t] * v[t, :width]` for up to `max_rows` rows of out.
 
-    Called as `(dtype, rows, p, p_stride, v, v_stride, out, out_stride, length, ahead)`, as above.
+    Called as `(dtype, rows, p, p_stride, runs, num_runs, column, out, out_stride)`, as above. The
+    tokens are those of some runs, int64 `[num_runs + RUNS, RUN_ITEMS]`; the values of a run begin
+    `column` bytes behind its address. The run that is `RUNS` further is prefetched.
     """
     parts = width // LANES
 
     def build_rows(builder, dtype, rows, args):
-        p, p_stride, v, v_stride, out, out_stride, length, ahead = args
+        p, p_stride, runs, num_runs, column, out, out_stride = args
         p_lines = _lines(builder, p, p_stride, rows)
         targets = [
             pointer(builder, builder.add(line, int64(4 * LANES * part)), FLOATS)
@@ -152,29 +209,36 @@ def make_value_tile(max_rows, width):
         sums = [cgutils.alloca_once(builder, FLOATS) for _ in targets]
         for target, one in zip(targets, sums, strict=True):
             builder.store(builder.load(target, align=4), one)
-        row_bytes = builder.mul(v_stride, int64(ITEM_BYTES[dtype]))
-        part_bytes = LANES * ITEM_BYTES[dtype]
-        with cgutils.for_range_slice(builder, int64(0), length, int64(1)) as (t, _):
-            shift = builder.mul(t, row_bytes)
-            prefetch(builder, builder.add(ahead, shift))
-            if width * ITEM_BYTES[dtype] > 64:
-                prefetch(builder, builder.add(ahead, builder.add(shift, int64(64))))
-            row = builder.add(v, shift)
-            values = [
-                load(builder, dtype, builder.add(row, int64(part * part_bytes)), LANES)
-                for part in range(parts)
-            ]
-            for m, line in enumerate(p_lines):
-                weight = _broadcast_at(builder, builder.add(line, builder.mul(t, int64(4))))
-                for part, value in enumerate(values):
-                    one = sums[m * parts + part]
-                    builder.store(fma(builder, value, weight, builder.load(one)), one)
+        place = cgutils.alloca_once_value(builder, int64(0))  # of a weight in its row, in bytes
+        step = _step(dtype)
+        with cgutils.for_range_slice(builder, int64(0), num_runs, int64(1)) as (number, _):
+            run = builder.add(runs, builder.mul(number, int64(RUN_BYTES)))
+            address, row_bytes, length, then = (
+                builder.load(pointer(builder, builder.add(run, int64(8 * item)), INT64))
+                for item in (0, 1, 2, RUNS * RUN_ITEMS)
+            )
+            first, ahead = builder.add(address, column), builder.add(then, column)
+            with cgutils.for_range_slice(builder, int64(0), length, int64(step)) as (t, _):
+                shift = builder.mul(t, row_bytes)
+                for line in _lines_of(builder, ahead, shift, row_bytes, step):
+                    for start in range(0, width * ITEM_BYTES[dtype], 64):
+                        prefetch(builder, builder.add(line, int64(start)))
+                row = builder.add(first, shift)
+                values = _load(builder, dtype, row, row_bytes, parts)
+                at = builder.load(place)
+                for m, line in enumerate(p_lines):
+                    weight = _broadcast_at(builder, builder.add(line, at))
+                    for part, value in enumerate(values):
+                        one = sums[m * parts + part]
+                        total = _add_products(builder, dtype, value, weight, builder.load(one))
+                        builder.store(total, one)
+                builder.store(builder.add(at, int64(4)), place)
         for target, one in zip(targets, sums, strict=True):
             builder.store(builder.load(one), target, align=4)
 
-    typed = _make_tile(f"values_{width}", max_rows, 8, build_rows)
+    typed = _make_tile(f"values_{width}", max_rows, 7, build_rows)
 
-    def value_tile(typing, dtype, rows, p, p_stride, v, v_stride, out, out_stride, length, ahead):
+    def value_tile(typing, dtype, rows, p, p_stride, runs, num_runs, column, out, out_stride):
         return typed(dtype)
 
     return intrinsic(prefer_literal=True)(value_tile)

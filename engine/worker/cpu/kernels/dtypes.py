@@ -14,15 +14,19 @@ from numba.extending import intrinsic
 
 from engine.worker.cpu.features import has
 from engine.worker.cpu.intrinsics import FLOAT, INT32, int64
-from engine.worker.cpu.kernels.vectors import LANES
+from engine.worker.cpu.kernels.vectors import LANES, call
 
-FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)
+FLOAT32, FLOAT16, BFLOAT16, INT8, BFLOAT16_PAIRS = range(5)
 NAMES = ("float32", "float16", "bfloat16", "int8")  # by code
-ITEM_BYTES = (4, 2, 2, 1)
+ITEM_BYTES = (4, 2, 2, 1, 2)
 MAX_FLOAT16 = 65504.0
+# AVX-512 BF16: instructions that multiply pairs of bfloat16 and add to float32, and that round.
+HAS_BFLOAT16_PAIRS = LANES == 16 and has("avx512bf16")
+ADD_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
+TO_BFLOAT16 = "llvm.x86.avx512bf16.cvtneps2bf16.512"
 
 INT16, INT8_TYPE, HALF = ir.IntType(16), ir.IntType(8), ir.HalfType()
-ELEMENTS = (FLOAT, HALF, INT16, INT8_TYPE)
+ELEMENTS = (FLOAT, HALF, INT16, INT8_TYPE, INT16)
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -54,7 +58,7 @@ def load(builder, dtype, address, lanes):
     raw = builder.load(builder.inttoptr(address, whole.as_pointer()), align=ITEM_BYTES[dtype])
     if dtype == FLOAT16:
         return builder.fpext(raw, _like(raw, FLOAT))
-    if dtype == BFLOAT16:
+    if dtype in (BFLOAT16, BFLOAT16_PAIRS):
         wide = builder.zext(raw, _like(raw, INT32))
         return builder.bitcast(builder.shl(wide, _constant(wide, 16)), _like(raw, FLOAT))
     if dtype == INT8:
@@ -148,7 +152,11 @@ def convert_to_bfloat16_lanes(typing, x, y, count):
         end = builder.and_(count, int64(-LANES))
         with cgutils.for_range_slice(builder, int64(0), end, int64(LANES)) as (at, _):
             found = load(builder, FLOAT32, builder.add(x, builder.mul(at, int64(4))), LANES)
-            number = _to_bfloat16(builder, found)
+            number = (
+                call(builder, TO_BFLOAT16, ir.VectorType(INT16, LANES), found)
+                if HAS_BFLOAT16_PAIRS
+                else _to_bfloat16(builder, found)
+            )
             target = builder.add(y, builder.mul(at, int64(2)))
             builder.store(number, builder.inttoptr(target, number.type.as_pointer()), align=2)
         return end

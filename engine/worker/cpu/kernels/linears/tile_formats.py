@@ -10,6 +10,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from engine.worker.cpu.features import has, has_amx
+from engine.worker.cpu.kernels.dtypes import ADD_PAIRS, HAS_BFLOAT16_PAIRS
 from engine.worker.cpu.kernels.vectors import FLOATS, INT32S, LANES, call, fma
 
 PAIR, QUAD = 2, 4  # neighbours in k that one 32-bit lane holds
@@ -36,9 +37,8 @@ def _instruction(in_512, feature_512, in_256, feature_256):
 PAIR_PRODUCTS = _instruction("avx512.pmaddw.d.512", "avx512bw", "avx2.pmadd.wd", "avx2")
 PAIR_SUMS = _instruction("avx512.vpdpwssd.512", "avx512vnni", "avx512.vpdpwssd.256", "avxvnni")
 QUAD_SUMS = _instruction("avx512.vpdpbusd.512", "avx512vnni", "avx512.vpdpbusd.256", "avxvnni")
-BFLOAT16_SUMS = "llvm.x86.avx512bf16.dpbf16ps.512" if LANES == 16 and has("avx512bf16") else None
 HAS_VNNI = QUAD_SUMS is not None
-HAS_BFLOAT16 = BFLOAT16_SUMS is not None or HAS_AMX
+HAS_BFLOAT16 = HAS_BFLOAT16_PAIRS or HAS_AMX
 
 
 class TileFormat(NamedTuple):
@@ -99,7 +99,7 @@ def _add_float32(builder, sums, weights, x):
 def _add_bfloat16_pairs(builder, sums, weights, x):
     """bfloat16 x times bfloat16 weights, in pairs, added in float32."""
     total = builder.bitcast(sums, FLOATS)
-    return builder.bitcast(call(builder, BFLOAT16_SUMS, FLOATS, total, weights, x), INT32S)
+    return builder.bitcast(call(builder, ADD_PAIRS, FLOATS, total, weights, x), INT32S)
 
 
 def _add_widened(builder, sums, weights, x):
