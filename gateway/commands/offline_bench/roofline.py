@@ -14,8 +14,9 @@ from typing import NamedTuple
 from engine.errors import StartupError
 from engine.worker_settings import WEIGHT_BYTES, WorkerReport
 
-# Products of bfloat16 numbers that AMX computes for one of attention, by the dtype of the cache.
-SPLIT_PRODUCTS = {"float16": 3, "bfloat16": 2}
+# Products of bfloat16 numbers for one of attention, at least, by the dtype of the cache: AMX
+# computes two for bfloat16, AVX-512 BF16 one.
+SPLIT_PRODUCTS = {"float16": 3, "bfloat16": 1}
 LOGIT_BYTES = 4
 MAX_KV_BYTES = 4  # bytes of a key or value element
 

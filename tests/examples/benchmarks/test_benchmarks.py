@@ -148,7 +148,7 @@ def test_attention_is_timed_with_every_kv_dtype() -> None:
     few = ("--seconds", "0.001", "--contexts", "16", "--batch", "2")
     shown = run_here("benchmarks.layers.attention_speed", *few).splitlines()
     assert shown[0].split(" | ")[2:-1] == ["float32", "float16", "bfloat16", "int8"]
-    assert len(shown) == 2 + 2 * 2
+    assert len(shown) == 2 + 3 * 2
 
 
 def test_orcas_headline_is_written_as_table_plot_and_figures(

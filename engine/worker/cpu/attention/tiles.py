@@ -35,7 +35,7 @@ KEYS = 16  # keys in a score tile
 # Two tiles at once have sums enough to hide the latency of additions even with one row, and read a
 # query once for 32 keys.
 HAS_TWO_TILES = LANES == 16
-RUN_ITEMS = 3  # of a run of values: address, bytes between tokens, number of tokens
+RUN_ITEMS = 3  # a run of values: its address, the bytes between tokens, their number
 RUN_BYTES = 8 * RUN_ITEMS
 RUNS = 2  # runs of values that are multiplied before the next dimensions
 VALUE_WIDTH = 32  # floats of an output row that a value tile computes
@@ -209,7 +209,7 @@ def make_value_tile(max_rows, width):
         sums = [cgutils.alloca_once(builder, FLOATS) for _ in targets]
         for target, one in zip(targets, sums, strict=True):
             builder.store(builder.load(target, align=4), one)
-        place = cgutils.alloca_once_value(builder, int64(0))  # of a weight in its row, in bytes
+        place = cgutils.alloca_once_value(builder, int64(0))  # bytes before a weight in its row
         step = _step(dtype)
         with cgutils.for_range_slice(builder, int64(0), num_runs, int64(1)) as (number, _):
             run = builder.add(runs, builder.mul(number, int64(RUN_BYTES)))

@@ -38,7 +38,7 @@ from engine.worker.cpu.kernels.dtypes import (
 from engine.worker.cpu.kernels.elementwise import BYTES
 from engine.worker.cpu.kernels.vectors import LANES
 
-WEIGHT_BYTES = (4, 4, 4, 4, 2)  # of a softmax weight, by dtype
+WEIGHT_BYTES = (4, 4, 4, 4, 2)  # bytes of a softmax weight, by dtype
 
 _value_tile = make_value_tile(VALUE_ROWS, VALUE_WIDTH)
 _narrow_value_tile = make_value_tile(1, LANES)

@@ -7,8 +7,8 @@ from adapters.attention.reference import ReferenceAttention
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.attention import backend
 from engine.worker.cpu.attention.backend import CpuAttention
-from engine.worker.cpu.kernels.dtypes import HAS_BFLOAT16_PAIRS
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
+from engine.worker.cpu.native_formats import MULTIPLIES_BFLOAT16
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES, allocate
 from engine.worker.model.layout import LayoutLimits, build_layout
@@ -114,7 +114,7 @@ def test_outputs_are_those_of_float64(dtype: torch.dtype, window: int | None) ->
     weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
     expected = torch.einsum("hqk,kd->qhd", weights, v)
     by_amx = HAS_AMX and dtype in (torch.float16, torch.bfloat16)
-    in_pairs = HAS_BFLOAT16_PAIRS and not HAS_AMX and dtype is torch.bfloat16
+    in_pairs = MULTIPLIES_BFLOAT16 and dtype is torch.bfloat16
     near = 2e-4 if by_amx else 5e-3 if in_pairs else 1e-5
     torch.testing.assert_close(found[some].double(), expected, rtol=0, atol=near)
 

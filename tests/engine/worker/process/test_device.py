@@ -104,11 +104,13 @@ def test_a_dtype_that_the_cpu_does_not_support_is_rejected(
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("attention", ["auto", "reference"])
-def test_kv_on_a_cpu_is_in_float16_by_default(dtype: str, attention: str) -> None:
+def test_kv_on_a_cpu_has_16_bits_by_default(dtype: str, attention: str) -> None:
     if dtype.endswith("float16") and attention == "reference":
         pytest.skip("the reference computes in float32 only")
     settings = changed(SETTINGS, device="cpu", threads=1, dtype=dtype, attention=attention)
-    assert open_device(settings).formats.kv_dtype is torch.float16
+    in_pairs = dtype == "bfloat16" and native_formats.MULTIPLIES_BFLOAT16
+    expected = torch.bfloat16 if in_pairs else torch.float16
+    assert open_device(settings).formats.kv_dtype is expected
     assert (
         open_device(changed(settings, kv_cache_dtype="float32")).formats.kv_dtype is torch.float32
     )
