@@ -48,6 +48,8 @@ def page(machine: dict[str, str], outcomes: Sequence[Outcome]) -> str:
             lines += ["", *mixed_steps(outcome.figures)]
         if "unequal" in outcome.figures:
             lines += ["", *unequal(outcome.figures)]
+        if outcome.figures.get("numbers"):
+            lines += ["", *recorded(outcome)]
     for outcome in outcomes:
         lines += list(complaints(outcome))
     return "\n".join(lines) + "\n"
@@ -140,6 +142,14 @@ def unequal(figures: dict[str, Any]) -> Iterator[str]:
             f"| {row['decodes']} × {row['context']:,} | {row['longest']:,} | "
             f"{'yes' if row['divides'] else 'no'} | {times} |"
         )
+
+
+def recorded(outcome: Outcome) -> Iterator[str]:
+    """The numbers that tests recorded; a shortfall of at most 1 is right (`tests/gpu/pairs.py`)."""
+    yield f"## {outcome.name}\n"
+    for name, numbers in outcome.figures["numbers"].items():
+        said = ", ".join(f"{what} {value}" for what, value in numbers.items())
+        yield f"- `{name}`: {said}"
 
 
 def complaints(outcome: Outcome) -> Iterator[str]:

@@ -16,6 +16,14 @@ from examples.benchmarks.gpu.stages import Stage, StageFailed, command, started,
 
 # The tests that need a GPU; collecting all tests would need every client library.
 GPU_TESTS = ("tests/gpu", "tests/adapters/attention", "tests/engine/worker/test_roofline.py")
+FEATURE_TESTS = "tests/gpu/test_features.py"  # in stages of their own, on any device
+FEATURES = {  # stage -> a word of the names of its tests
+    "LoRA": "loras",
+    "speculation": "speculation",
+    "swapping under load": "swapping",
+    "killed worker": "killed",
+    "hybrid models": "hybrid",
+}
 FIRST_TESTS = ("tests/adapters/attention/test_flashinfer_gpu.py", "-k", "steps_as_they_come")
 FP8 = ("--weights", "fp8", "--kv-cache-dtype", "fp8")
 PODWAY = (sys.executable, "-m", "gateway")
@@ -66,7 +74,7 @@ class Plan:
             WorkerRun("Qwen2.5-0.5B", "1,64,256", 1024, "8x2048", 50.0),
             WorkerRun("Qwen2.5-7B", "1,64", 1024, "8x2048", 80.0),
         )
-        tests = (*GPU_TESTS, "-m", "gpu")
+        tests = (*GPU_TESTS, f"--ignore={FEATURE_TESTS}", "-m", "gpu")
         attention = "auto" if has_flashinfer else "reference"
         return cls(device, tests, alone, "Llama-3.1-8B", 256, 96, 150.0, folder, attention, kernels)
 
@@ -94,7 +102,16 @@ class Plan:
             Stage("unequal lengths", 60.0, partial(run_unequal, self)),
             Stage("tests", 150.0, partial(run_tests, self.tests)),
             Stage("server over HTTP", self.http_seconds, partial(run_server, self)),
+            *self.features(),
             *alone[1:],
+        ]
+
+    def features(self) -> list[Stage]:
+        """What no figure shows: each text is held to transformers."""
+        marked = "not gpu" if self.device == "cpu" else "gpu"
+        return [
+            Stage(name, 90.0, partial(run_tests, (FEATURE_TESTS, "-m", marked, "-k", word)))
+            for name, word in FEATURES.items()
         ]
 
 
@@ -170,13 +187,13 @@ def run_unequal(plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def run_tests(words: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Run tests: counts, and the first line of each failure."""
+    """Run tests: counts, the first line of each failure, and numbers that tests record."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tests.xml"
-        run = [sys.executable, "-m", "pytest", "-q", *words, f"--junitxml={path}"]
+        run = [sys.executable, "-m", "pytest", "-q", *words, "-p", "no:cacheprovider"]
         output = ""
         try:
-            command([*run, "-p", "no:cacheprovider"], seconds)
+            command([*run, f"--junitxml={path}", "-o", "junit_family=xunit1"], seconds)
         except StageFailed as failure:
             output = str(failure)
         if not path.exists():
@@ -190,7 +207,7 @@ def run_tests(words: Sequence[str], seconds: float) -> dict[str, Any]:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Counts and failures in pytest's JUnit file."""
+    """Counts, failures and recorded numbers in pytest's JUnit file."""
     cases = list(ElementTree.parse(path).iter("testcase"))
     bad = [
         (case, found)
@@ -203,7 +220,13 @@ def read_results(path: Path) -> dict[str, Any]:
         f"{case.get('classname')}::{case.get('name')}": (found.get("message") or "")[:300]
         for case, found in bad
     }
-    return {"passed": len(cases) - len(bad) - skipped, "skipped": skipped, "failed": lines}
+    numbers = {
+        str(case.get("name")): {each.get("name"): each.get("value") for each in recorded}
+        for case in cases
+        if (recorded := list(case.iter("property")))
+    }
+    passed = len(cases) - len(bad) - skipped
+    return {"passed": passed, "skipped": skipped, "failed": lines, "numbers": numbers}
 
 
 def run_server(plan: Plan, seconds: float) -> dict[str, Any]:

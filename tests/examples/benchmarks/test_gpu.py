@@ -178,11 +178,16 @@ def test_attention_is_compared_before_any_speed_is_measured(tmp_path: Path) -> N
 def test_the_results_of_pytest_are_read(tmp_path: Path) -> None:
     path = tmp_path / "tests.xml"
     path.write_text(
-        '<testsuites><testsuite><testcase classname="t" name="good"/>'
+        '<testsuites><testsuite><testcase classname="t" name="good">'
+        '<properties><property name="swaps" value="3"/></properties></testcase>'
         '<testcase classname="t" name="bad"><failure message="no"/></testcase>'
         '<testcase classname="t" name="idle"><skipped/></testcase></testsuite></testsuites>'
     )
-    assert plan.read_results(path) == {"passed": 1, "skipped": 1, "failed": {"t::bad": "no"}}
+    figures = plan.read_results(path)
+    counts = {"passed": 1, "skipped": 1, "failed": {"t::bad": "no"}}
+    assert figures == counts | {"numbers": {"good": {"swaps": "3"}}}
+    text = page.page(MACHINE, [stages.Outcome("swapping", "done", 9.0, figures)])
+    assert "## swapping\n\n- `good`: swaps 3\n" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -348,6 +353,10 @@ def test_all_stages_are_rehearsed_on_the_cpu(
     assert "| alone: TINY | done |" in text
     assert "| 3 | 5 | none |" in text
     assert "| tests | done: 1 passed, 0 failed, 0 skipped |" in text
+    for name, count in (("LoRA", 1), ("hybrid models", 3), ("swapping under load", 2)):
+        assert f"| {name} | done: {count} passed, 0 failed, 0 skipped |" in text
+    assert re.search(r"`test_streams_go_on.*: seconds from .*, same texts 6 of 6\n", text)
+    assert re.search(r"`test_speculation_.*: accepted drafts .*, same texts 6 of 6\n", text)
     assert "0 requests failed |" in text
     assert "| 8 streams over HTTP, as busy as the worker alone |" in text
 

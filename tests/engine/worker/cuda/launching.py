@@ -98,13 +98,17 @@ class StandInDevice(CudaDevice):
         return self.made[-1]
 
 
-class LaunchesSteps(Protocol):
-    """A worker whose steps are launched under some rules, or none."""
+class Launches(Protocol):
+    """A worker, or what launches its steps under some rules."""
+
+    def launch(self, step: Step) -> StepInFlight: ...
+
+
+class LaunchesSteps(Launches, Protocol):
+    """With the worker."""
 
     @property
     def worker(self) -> Worker: ...
-
-    def launch(self, step: Step) -> StepInFlight: ...
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class LaunchingExecutor:
     """A `StepExecutor` that launches a step when it is submitted and collects it, in order, some
     iterations of the event loop later, as the thread that answers for a worker would."""
 
-    worker: LaunchesSteps
+    worker: Launches
     depth: int
     random: Random
     is_alive: bool = True
