@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Gathers in .gpu-kit what the GPU check needs on a machine without network. KERNELS=DIR adds built kernels.
+# Gathers in .gpu-kit what the GPU check needs on a machine without network. KERNELS=DIR adds the kernels that an
+# earlier check built: its parts kernels.tgz.00, kernels.tgz.01, ... in DIR.
 set -euo pipefail
 kit=$(cd "$(dirname "$0")" && pwd)
 out=$PWD/.gpu-kit
@@ -21,5 +22,7 @@ python3 -m pip download --quiet --no-deps --only-binary=:all: --implementation c
 slim=$(mktemp -d)
 trap 'rm -rf "$slim"' EXIT
 python3 -m pip download --quiet --no-deps --dest "$slim" flashinfer-python==0.7.2.post1
-python3 "$kit/slim_flashinfer.py" "$slim"/flashinfer_python-*.whl "$wheels" ${KERNELS:+"$KERNELS"}
+mkdir "$slim/kernels"
+if [ -n "${KERNELS:-}" ]; then cat "$KERNELS"/kernels.tgz.* | tar xz -C "$slim/kernels"; fi
+python3 "$kit/slim_flashinfer.py" "$slim"/flashinfer_python-*.whl "$wheels" "$slim/kernels"
 du -sh "$out"

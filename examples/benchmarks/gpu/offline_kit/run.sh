@@ -19,7 +19,8 @@ left() { python3 -c "print((${MINUTES:-9.5} * 60 - $SECONDS) / 60)"; }
 status=0
 python3 -m examples.benchmarks.gpu --out "$out" --minutes "$(left)" --kernels "$out/kernels" \
     ${RESUME:+--resume "$RESUME"} || status=$?
-if [ -d "$out/kernels" ]; then
-    tar czf "$out/kernels.tgz" -C "$out/kernels" . && rm -r "$out/kernels"
+if [ -d "$out/kernels" ]; then # in parts, as larger files may not come back
+    tar cz -C "$out/kernels" . | split --bytes 15M --numeric-suffixes - "$out/kernels.tgz."
+    rm -r "$out/kernels"
 fi
 exit $status
