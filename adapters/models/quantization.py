@@ -73,7 +73,6 @@ def fp8_block(config: Mapping[str, object]) -> tuple[int, int] | None:
 
 def _check_gptq(scheme: Fields) -> str:
     _require(scheme, "bits", 4)
-    _require(scheme, "desc_act", False, None)
     _require(scheme, "checkpoint_format", "gptq", "gptq_v2", None)
     _require(scheme, "pack_dtype", "int32", None)
     if scheme.get("dynamic") not in (None, {}):
@@ -127,7 +126,7 @@ def _check_int4(group: Fields) -> None:
     _require(weights, "type", "int")
     _require(weights, "strategy", "group", "channel")
     _require(weights, "dynamic", False, None)
-    _require(weights, "actorder", None, "static", "weight", False)
+    _require(weights, "actorder", None, "static", "weight", "group", False)
 
 
 def _check_int8(group: Fields) -> None:

@@ -1,7 +1,8 @@
 """Safetensors of int4 weights, eight in an int32: compressed-tensors' `pack-quantized`, GPTQ, AWQ.
 
 Each matrix is three tensors: packed steps of 0 to 15, scales of groups of inputs, and zero points,
-packed too; a symmetric matrix may have none.
+packed too; a symmetric matrix may have none. Inputs ordered by activation (act-order) have a fourth
+one, the group of each. Such a matrix, whose groups are no neighbours, becomes Q8_0.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -17,12 +18,12 @@ from engine.worker.ports import PreferredFormat, Weight
 from engine.worker.weights.checkpoint_files import SafetensorsFiles
 from engine.worker.weights.formats.grouped import GroupLayout
 from engine.worker.weights.formats.int4 import MIDDLE, SYMMETRIC, WITH_ZEROS, int4_weight
+from engine.worker.weights.formats.llama_cpp import Q8_0, q8_0_weight
 
 WEIGHT = ".weight"
 PER_WORD = 8  # steps in an int32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word of AWQ has its outputs 0 to 7
 GROUPS = tuple(sorted(SYMMETRIC, reverse=True))  # inputs
-GROUP_INDEX = ".g_idx"
 
 
 def _unpack(words: Tensor) -> Tensor:
@@ -42,6 +43,7 @@ class PackedScheme(NamedTuple):
     steps: str  # suffix of the packed steps
     scales: str
     zeros: str
+    groups: str  # the group of each input; "" where no file has it
     others: tuple[str, ...]  # suffixes of tensors that are not needed
     is_transposed: bool  # scales are [groups, out]
     unpack: Callable[[Tensor], Tensor]  # steps to uint8 [out, in]
@@ -52,7 +54,8 @@ _GPTQ = PackedScheme(
     ".qweight",
     ".scales",
     ".qzeros",
-    (GROUP_INDEX,),
+    ".g_idx",
+    (),
     is_transposed=True,
     unpack=lambda words: _unpack(words.t()),
     unpack_zeros=lambda words: _unpack(words).t(),
@@ -62,6 +65,7 @@ SCHEMES = {
         ".weight_packed",
         ".weight_scale",
         ".weight_zero_point",
+        ".weight_g_idx",
         (".weight_shape",),
         is_transposed=False,
         unpack=_unpack,
@@ -70,7 +74,7 @@ SCHEMES = {
     # GPTQ's first format stores zero points minus 1.
     "gptq": _GPTQ._replace(unpack_zeros=lambda words: ((_unpack(words) + 1) & 15).t()),
     "gptq_v2": _GPTQ,
-    "awq": _GPTQ._replace(others=(), unpack=_unpack_awq, unpack_zeros=_unpack_awq),
+    "awq": _GPTQ._replace(groups="", unpack=_unpack_awq, unpack_zeros=_unpack_awq),
 }
 
 
@@ -79,8 +83,9 @@ class _Matrix(NamedTuple):
 
     layout: GroupLayout
     shape: tuple[int, int]  # [out, in]
-    scales: Tensor  # float16 [out, groups of the layout]
-    zeros: Tensor | None  # int8 [out, groups of the layout]
+    scales: Tensor  # float16 [out, groups of the layout, or of the file]
+    zeros: Tensor | None  # int8, as the scales
+    group_of: Tensor | None  # int64 [in], of inputs ordered by activation
 
 
 class Int4Files(SafetensorsFiles):
@@ -94,7 +99,7 @@ class Int4Files(SafetensorsFiles):
             for name in self._shards
             if name.endswith(scheme.steps)
         }
-        suffixes = (scheme.steps, scheme.scales, scheme.zeros, *scheme.others)
+        suffixes = (scheme.steps, scheme.scales, scheme.zeros, scheme.groups, *scheme.others)
         parts = {stem + suffix for stem in self._stems.values() for suffix in suffixes}
         self._names = (self._shards.keys() - parts) | self._stems.keys()
 
@@ -115,14 +120,18 @@ class Int4Files(SafetensorsFiles):
         """Packed rows; floats if the columns cut through a group."""
         if name not in self._stems:
             return super().read(name, index)
-        layout, (_, inputs), scales, zeros = self._matrix(name)
+        layout, (_, inputs), scales, zeros, group_of = self._matrix(name)
+        steps = self._scheme.unpack(self._tensor(name, self._scheme.steps))
+        if group_of is not None:
+            own = group_of[index[1]]
+            offsets = MIDDLE if zeros is None else zeros[index[0]][:, own]
+            return q8_0_weight((steps[index].float() - offsets) * scales[index[0]][:, own])
         rows, columns = index[0], range(*index[1].indices(inputs))
         is_whole = columns.start % layout.group == 0 and (
             columns.stop % layout.group == 0 or columns.stop == inputs
         )
         wanted = columns if is_whole else range(inputs)
         groups = slice(wanted.start // layout.group, -(-wanted.stop // layout.group))
-        steps = self._scheme.unpack(self._tensor(name, self._scheme.steps))
         steps = steps[rows, wanted.start : wanted.stop]
         steps = torch.nn.functional.pad(steps, (0, -len(wanted) % layout.group))
         weight = int4_weight(
@@ -152,7 +161,12 @@ class Int4Files(SafetensorsFiles):
         rows, columns = self.header(self._stems[name] + scheme.steps).get_shape()
         inputs = rows * columns * PER_WORD // outputs
         group = -(-inputs // num_groups)
-        self._check_order(name, inputs, group)
+        halves, zeros = scales.to(torch.float16), self._zeros(name, outputs)
+        if not halves.isfinite().all():
+            raise StartupError(f"{name} has scales that are not finite in float16")
+        group_of = self._group_of(name, inputs, num_groups)
+        if group_of is not None:
+            return _Matrix(Q8_0, (outputs, inputs), halves, zeros, group_of)
         known = next((size for size in GROUPS if group % size == 0), GROUPS[-1])
         if group % known and num_groups > 1:
             raise StartupError(
@@ -160,16 +174,13 @@ class Int4Files(SafetensorsFiles):
                 "or one scale per output channel"
             )
         repeats, needed = -(-group // known), -(-inputs // known)
-        halves = scales.to(torch.float16)
-        if not halves.isfinite().all():
-            raise StartupError(f"{name} has scales that are not finite in float16")
-        zeros = self._zeros(name, outputs)
         layout = (SYMMETRIC if zeros is None else WITH_ZEROS)[known]
         return _Matrix(
             layout,
             (outputs, inputs),
             halves.repeat_interleave(repeats, dim=1)[:, :needed],
             None if zeros is None else zeros.repeat_interleave(repeats, dim=1)[:, :needed],
+            None,
         )
 
     def _zeros(self, name: str, outputs: int) -> Tensor | None:
@@ -179,10 +190,17 @@ class Int4Files(SafetensorsFiles):
         zeros = self._scheme.unpack_zeros(self._tensor(name, self._scheme.zeros))[:outputs]
         return None if (zeros == MIDDLE).all() else zeros.to(torch.int8)
 
-    def _check_order(self, name: str, inputs: int, group: int) -> None:
-        """Raise `StartupError` if inputs are not in groups of neighbours."""
-        if self._stems[name] + GROUP_INDEX not in self._shards:
-            return
-        expected = torch.arange(inputs, dtype=torch.int32) // group
-        if not torch.equal(self._tensor(name, GROUP_INDEX), expected):
-            raise StartupError(f"{name}: {GROUP_INDEX} orders inputs by activation (desc_act)")
+    def _group_of(self, name: str, inputs: int, num_groups: int) -> Tensor | None:
+        """The group of each input; None if groups are neighbours. Raises `StartupError`."""
+        if self._stems[name] + self._scheme.groups not in self._shards:
+            return None
+        found = self._tensor(name, self._scheme.groups).long()
+        usual = torch.arange(inputs) // -(-inputs // num_groups)
+        if torch.equal(found, usual) or (found == -1).all():
+            return None
+        if found.shape != usual.shape or not ((found >= 0) & (found < num_groups)).all():
+            raise StartupError(
+                f"{name}: {self._scheme.groups} is not one of {num_groups} groups for each of "
+                f"{inputs} inputs"
+            )
+        return found

@@ -51,15 +51,19 @@ class Steps(NamedTuple):
     steps: Tensor  # [out, in], 0 to 15
     scales: Tensor  # [out, groups]
     zeros: Tensor  # [out, groups]
+    group_of: Tensor  # [in]
 
     @property
     def weight(self) -> Tensor:
-        groups: Tensor = self.steps.unflatten(1, (self.scales.shape[1], -1))
-        return ((groups - self.zeros[..., None]) * self.scales[..., None]).flatten(1)
+        return (self.steps - self.zeros[:, self.group_of]) * self.scales[:, self.group_of]
 
 
-def rounded(weight: Tensor, group: int, *, is_symmetric: bool) -> Steps:
-    groups = weight.float().unflatten(1, (-1, group))
+def rounded(weight: Tensor, group: int, *, is_symmetric: bool, is_ordered: bool = False) -> Steps:
+    """In groups of neighbours, or of inputs in another order."""
+    inputs = weight.shape[1]
+    shuffle = torch.Generator().manual_seed(inputs)
+    order = torch.randperm(inputs, generator=shuffle) if is_ordered else torch.arange(inputs)
+    groups = weight[:, order].float().unflatten(1, (-1, group))
     if is_symmetric:
         scales = groups.abs().amax(dim=2) / 7
         zeros = torch.full_like(scales, 8)
@@ -69,7 +73,8 @@ def rounded(weight: Tensor, group: int, *, is_symmetric: bool) -> Steps:
         zeros = (-low / scales).round()
     scales = scales.half().float()
     steps = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
-    return Steps(steps.flatten(1), scales, zeros)
+    places = order.argsort()
+    return Steps(steps.flatten(1)[:, places], scales, zeros, places // group)
 
 
 def words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
@@ -85,18 +90,19 @@ def compressed(found: Steps, stem: str, *, is_symmetric: bool) -> dict[str, Tens
         f"{stem}.weight_scale": found.scales.to(torch.float16).contiguous(),
         f"{stem}.weight_shape": torch.tensor(found.steps.shape),
     }
+    if not found.group_of.equal(found.group_of.sort().values):
+        tensors[f"{stem}.weight_g_idx"] = found.group_of.to(torch.int32)
     if not is_symmetric:
         tensors[f"{stem}.weight_zero_point"] = words(found.zeros.t()).t().contiguous()
     return tensors
 
 
 def gptq(found: Steps, stem: str, offset: int = 1) -> dict[str, Tensor]:
-    groups = found.steps.shape[1] // found.scales.shape[1]
     return {
         f"{stem}.qweight": words(found.steps).t().contiguous(),
         f"{stem}.qzeros": words((found.zeros.t() - offset) % 16),
         f"{stem}.scales": found.scales.t().half().contiguous(),
-        f"{stem}.g_idx": torch.arange(found.steps.shape[1], dtype=torch.int32) // groups,
+        f"{stem}.g_idx": found.group_of.to(torch.int32),
     }
 
 
@@ -113,8 +119,10 @@ def write(
 ) -> Any:
     """Write a checkpoint with int4 linears; returns the dequantized model.
 
-    `kind` is "pack-quantized" (symmetric), "asymmetric", "gptq", "gptq_v2" or "awq".
+    `kind` is "pack-quantized" (symmetric), "asymmetric", "gptq", "gptq_v2" or "awq"; with
+    " ordered" inputs are in groups by activation.
     """
+    kind, _, order = kind.partition(" ")
     path = make_checkpoint(directory, "llama", **SIZES) / "model.safetensors"
     model = make_model("llama", **SIZES)
     parameters = dict(model.named_parameters())
@@ -125,7 +133,7 @@ def write(
             continue
         is_symmetric = kind == "pack-quantized"
         width = tensor.shape[1] if group == -1 else group
-        found = rounded(tensor, width, is_symmetric=is_symmetric)
+        found = rounded(tensor, width, is_symmetric=is_symmetric, is_ordered=order != "")
         parameters[name].data.copy_(found.weight)
         stem = name.removesuffix(".weight")
         if kind in ("gptq", "gptq_v2"):
@@ -204,7 +212,6 @@ def test_slices_of_a_matrix_are_those_of_the_whole(tmp_path: Path, kind: str) ->
 
 CHANGES: list[tuple[dict[str, Any], str, object]] = [
     (GPTQ, "bits", 8),
-    (GPTQ, "desc_act", True),
     (GPTQ, "checkpoint_format", "marlin"),
     (GPTQ, "dynamic", {"-:.*down.*": {}}),
     (AWQ, "bits", 3),
@@ -213,7 +220,7 @@ CHANGES: list[tuple[dict[str, Any], str, object]] = [
     (WEIGHTS, "type", "float"),
     (WEIGHTS, "strategy", "tensor"),
     (WEIGHTS, "dynamic", True),
-    (WEIGHTS, "actorder", "group"),
+    (WEIGHTS, "actorder", "dynamic"),
 ]
 
 
@@ -230,14 +237,47 @@ def test_the_error_for_another_scheme_names_the_field(
         Checkpoint.open(str(tmp_path))
 
 
-def test_inputs_ordered_by_activation_are_rejected(tmp_path: Path) -> None:
-    write(tmp_path, "gptq")
-    path = tmp_path / "model.safetensors"
+@pytest.mark.parametrize("kind", ["gptq ordered", "gptq_v2 ordered", "pack-quantized ordered"])
+def test_inputs_ordered_by_activation_are_computed_in_8_bits(tmp_path: Path, kind: str) -> None:
+    """Each number is rounded once more, far less than to 4 bits."""
+    expected = logits_of(write(tmp_path, kind), TOKENS)
+    worker = load_worker(tmp_path, attention="cpu", activation_bits="14")
+    assert worker.report.weights == "q8_0 (14-bit activations)"
+    found = Driver(worker).logits((0, TOKENS))[0]
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    on_gpu = load_stored(tmp_path)
+    assert on_gpu.report.weights == "int8"
+    found = Driver(on_gpu).logits((0, TOKENS))[0]
+    assert (found - expected).norm() < 0.15 * expected.norm()
+    unrounded = logits_of(make_model("llama", **SIZES), TOKENS)
+    assert (unrounded - expected).norm() > 0.5 * expected.norm()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-2])
+def test_slices_of_inputs_ordered_by_activation_have_their_own_scales(
+    tmp_path: Path, scale: float
+) -> None:
+    model = write(tmp_path, "gptq ordered")
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj"
     tensors = load_file(path)
-    name = "model.layers.0.mlp.up_proj.g_idx"
-    save_file({**tensors, name: tensors[name].flip(0).contiguous()}, path)
-    with pytest.raises(StartupError, match=r"up_proj\.weight: \.g_idx orders inputs"):
-        Int4Files(tmp_path, "gptq").shape("model.layers.0.mlp.up_proj.weight")
+    tensors[f"{name}.scales"] *= scale
+    save_file(tensors, path)
+    whole = model.get_submodule(name).weight.detach() * scale
+    for columns in (slice(0, 256), slice(40, 256)):
+        part = dequantize(
+            Int4Files(tmp_path, "gptq").read(f"{name}.weight", (slice(8, 40), columns))
+        )
+        error = (part - whole[8:40, columns]).abs().max()
+        assert error < 5e-3 * whole.abs().max()
+
+
+def test_a_group_that_has_no_scale_is_rejected(tmp_path: Path) -> None:
+    write(tmp_path, "gptq")
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj"
+    tensors = load_file(path)
+    save_file({**tensors, f"{name}.g_idx": tensors[f"{name}.g_idx"] + 1}, path)
+    with pytest.raises(StartupError, match=r"up_proj\.weight: \.g_idx is not one of 2 groups"):
+        Int4Files(tmp_path, "gptq").shape(f"{name}.weight")
 
 
 def test_packed_steps_without_scales_are_rejected(tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ weight of Q4_K has 4.63 bits instead of 4.5. The blocks of files are those of `g
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
+from torch import Tensor
+
 from engine.worker.weights.formats.blocks import Bits, BlockFormat
-from engine.worker.weights.formats.grouped import GroupLayout
+from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Groups
 from engine.worker.weights.formats.int4 import SYMMETRIC
 from engine.worker.weights.formats.mxfp4 import MXFP4
 
@@ -20,6 +23,7 @@ Q8_0 = GroupLayout("q8_0", 32, 8, 128)
 Q4_K = GroupLayout("q4_k", 32, 4, 0, groups=8, has_minimums=True)
 Q5_K = GroupLayout("q5_k", 32, 5, 0, groups=8, has_minimums=True)
 Q6_K = GroupLayout("q6_k", 16, 6, 32, groups=16)
+SMALLEST = 2.0**-24  # positive float16
 LAYOUTS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K)
 
 BLOCKS: Mapping[str, BlockFormat] = MappingProxyType(  # by layout
@@ -40,3 +44,19 @@ BLOCKS: Mapping[str, BlockFormat] = MappingProxyType(  # by layout
         )
     }
 )
+
+
+def q8_0_weight(floats: Tensor) -> GroupedWeight:
+    """Float32 `[out, in]` in Q8_0: each number is rounded to the nearest step of its group."""
+    inputs, largest = floats.shape[1], Q8_0.middle - 1
+    groups = torch.nn.functional.pad(floats, (0, -inputs % Q8_0.group))
+    groups = groups.view(len(floats), -1, Q8_0.group)
+    scales = (groups.abs().amax(dim=2) / largest).to(torch.float16)
+    steps = groups / scales[:, :, None].float().clamp(min=SMALLEST)
+    steps = steps.round_().clamp_(-largest, largest).add_(Q8_0.middle).to(torch.uint8)
+    tensors = {"": steps.flatten(1), "_scales": scales}
+    return GroupedWeight(Q8_0, MappingProxyType(tensors), inputs, _unpack)
+
+
+def _unpack(tensors: Mapping[str, Tensor]) -> Groups:
+    return Groups(tensors[""], tensors["_scales"])
