@@ -316,6 +316,7 @@ class StepPipeline:
         self._owes_step = False
 
     def _finish(self, launched: LaunchedStep) -> StepOutcome:
+        self._parts.device.enter_thread()
         step = launched.step
         launched.ended.wait()
         unread = launched.moving.wait()
@@ -353,7 +354,6 @@ class StepPipeline:
         if drafter is None or launched.prepared is None:
             return (), 0.0
         began = time.monotonic()
-        self._parts.device.enter_thread()
         with self._computing:
             step = launched.continued.complete(launched.step)
             proposals = drafter.propose(step, output, launched.hidden)

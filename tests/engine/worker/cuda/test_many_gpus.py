@@ -1,7 +1,11 @@
 """Workers on several stand-ins of GPUs: what arrives is settled before it is read."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +14,24 @@ from torch import distributed
 from engine.errors import StartupError, WorkerLost
 from engine.lora import LoraSpec
 from engine.step import SampleSpec, Step, StepId
-from engine.worker.cuda.gpu import NcclTransport
+from engine.transport.wire import LoadLora
+from engine.worker.cuda.gpu import NcclTransport, TorchGpu
 from engine.worker.model.stage import Stage
-from engine.worker.process.entry import launch
+from engine.worker.process.entry import LoraThread, launch
 from tests.engine.worker.cuda.fleet import gpus
+from tests.engine.worker.cuda.launching import on_stand_ins
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
+
+
+class Parent:
+    """Keeps what a worker sends."""
+
+    def __init__(self) -> None:
+        self.sent: SimpleQueue[bytearray] = SimpleQueue()
+
+    def send(self, message: bytearray) -> None:
+        self.sent.put(message)
 
 
 @pytest.mark.parametrize(("stages", "ranks", "groups"), [(2, 1, 1), (1, 2, 1), (2, 2, 2)])
@@ -56,11 +72,33 @@ def test_every_thread_that_uses_a_gpu_makes_it_the_current_one(tmp_path: Path) -
         workers.run(step)
         assert "podway-inbox" in last.threads
         last.threads.clear()
-        with ThreadPoolExecutor(1, "podway-lora") as threads:
-            spec = LoraSpec(1, "none", str(tmp_path / "none"))
-            report = threads.submit(workers.workers[1].load_lora, spec).result()
-        assert report.error
-        assert last.threads == {"podway-lora_0"}
+        messages: Any = Parent()
+        LoraThread(messages, workers.workers[1]).put(LoadLora(LoraSpec(1, "none", str(tmp_path))))
+        assert messages.sent.get(timeout=60)
+        assert last.threads == {"podway-lora"}
+    alone = on_stand_ins(tmp_path)
+    launched = alone.launch(Step(StepId(1), (Driver(alone.worker).entry(0, [5], None),)))
+    alone.device.gpu.threads.clear()
+    with ThreadPoolExecutor(1, "podway-answers") as threads:
+        threads.submit(launched.collect).result()
+    assert alone.device.gpu.threads == {"podway-answers_0"}
+
+
+def test_the_current_gpu_is_that_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: dict[str, torch.device] = {}
+    properties = SimpleNamespace(name="GPU", major=9, minor=0, total_memory=1 << 30)
+
+    def set_device(place: torch.device) -> None:
+        current[threading.current_thread().name] = place
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    gpu = TorchGpu(1)
+    other = threading.Thread(target=gpu.enter_thread, name="other")
+    other.start()
+    other.join()
+    wanted = torch.device("cuda", 1)
+    assert current == {threading.current_thread().name: wanted, "other": wanted}
 
 
 def test_a_device_that_has_failed_ends_its_worker(
