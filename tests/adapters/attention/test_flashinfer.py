@@ -67,6 +67,17 @@ def test_padding_writes_to_the_spare_page_alone() -> None:
     assert changed == sorted({step.slots(0)[-1] // 4, step.slots(1)[-1] // 4, 20})
 
 
+@pytest.mark.parametrize("left", [torch.nan, torch.inf])
+def test_what_an_earlier_request_left_behind_in_a_page_harms_no_other(left: float) -> None:
+    """The kernel reads keys of the next token behind a head, which is narrower than its own."""
+    made = make(60, 4)
+    made.attention.plan(Paged(((0, 4),), 4).layout())
+    run(made, torch.full((4, 8, 8), left))
+    layout, fused = Paged(((0, 1),), 4).layout(), noise(1)
+    made.attention.plan(layout)
+    assert_decodes(made, layout, fused, run(made, fused))
+
+
 def test_graphs_of_several_sizes_and_eager_steps_take_turns() -> None:
     made = make(60, 4)
     for turn, size in enumerate((2, 8, 0, 2, 4, 0, 8, 2)):

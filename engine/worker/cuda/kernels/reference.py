@@ -83,7 +83,9 @@ def rope_and_cache_write(
     q_out: Tensor | None = None,
 ) -> None:
     """Rotate q in place, or into `q_out`; write the rotated k and v, if any, to the cache. All
-    `[tokens, heads, dim]`. Heads of `q_out` may have more dimensions, which get zeros.
+    `[tokens, heads, dim]`. Heads of `q_out` may have more dimensions, which get zeros: attention
+    multiplies them by what lies behind a head, perhaps keys that an earlier request left. So keys
+    are finite then: 0 for NaN, the largest number for infinity.
 
     `angles` are cosines and sines `[tokens, rotated / 2]`; the two halves of the first `rotated`
     dimensions are the pairs. None: nothing is rotated. k is rounded to its own dtype before it is
@@ -98,6 +100,8 @@ def rope_and_cache_write(
     if k is None or v is None:
         return
     k = k if angles is None else _rotated(k, *angles)
+    if q_out is not None and q_out.shape[-1] > k.shape[-1]:
+        k = k.nan_to_num()
     size = cache.keys.shape[1]
     at = cache.slots // size, cache.slots % size
     for rows, pages, scale in ((k, cache.keys, cache.k_scale), (v, cache.values, cache.v_scale)):

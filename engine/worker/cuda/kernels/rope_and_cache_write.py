@@ -5,7 +5,7 @@ program handles a block of heads of one token; the rotated k goes to the cache o
 
 Dimensions are handled in pairs: `ROTATED` pairs are turned, and lie in the first `2 * ROTATED`
 dimensions of a head; the pairs of the others are only copied. Heads of `q_out` may be wider, and
-get zeros there. Pages of the cache may lie apart.
+get zeros there; keys are finite then, see `reference`. Pages of the cache may lie apart.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -17,6 +17,7 @@ from engine.worker.cuda.kernels.fp8 import to_fp8
 from engine.worker.cuda.kernels.reference import FP8, CacheRows
 
 BLOCK_ELEMENTS = 1024  # elements of q, k or v per program
+LARGEST_HALF, LARGEST_BFLOAT16 = tl.constexpr(65504.0), tl.constexpr(3.3895313892515355e38)
 
 
 @triton.jit
@@ -84,6 +85,8 @@ def kernel(
         if is_key:
             at = k + token * k_stride + inside
             left, right = _rotated(at, mask, cos + angle, sin + angle, is_turned, gap, ROTATED)
+            if Q_OUT_DIM > 2 * HALF:
+                left, right = _finite(left, right, k.dtype.element_ty)
             _store(keys + to, left, right, mask, k_factor, k.dtype.element_ty, gap, IS_FP8)
         else:
             left, right = _pairs(v + token * v_stride + inside, mask, gap)
@@ -105,6 +108,14 @@ def _rotated(at, mask, cos, sin, is_turned, gap, ROTATED: tl.constexpr):
         s = tl.load(sin, mask=is_turned, other=0.0).to(tl.float32)
         first, second = first * c - second * s, second * c + first * s
     return first, second
+
+
+@triton.jit
+def _finite(left, right, dtype: tl.constexpr):
+    most = LARGEST_HALF if dtype == tl.float16 else LARGEST_BFLOAT16
+    left = tl.minimum(tl.maximum(tl.where(left == left, left, 0.0), -most), most)
+    right = tl.minimum(tl.maximum(tl.where(right == right, right, 0.0), -most), most)
+    return left, right
 
 
 @triton.jit

@@ -143,6 +143,18 @@ def test_heads_of_q_can_be_widened_with_zeros(has_rope: bool) -> None:
     torch.testing.assert_close(case.cache.keys, plain.cache.keys, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_keys_are_finite_where_another_head_may_read_them(dtype: torch.dtype) -> None:
+    case = Case.of(SHAPES[4], [5, 63, 0], dtype, dtype=dtype, has_rope=False)
+    case.parts()[1][0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    plain, q_out = case.copy(), torch.empty((3, 3, 128), dtype=dtype)
+    rope.rope_and_cache_write(*case.parts(), None, case.cache, q_out)
+    reference.rope_and_cache_write(*plain.parts(), None, plain.cache, q_out.clone())
+    most = torch.finfo(dtype).max
+    assert case.cache.keys[0, 5, 0, :3].tolist() == [0.0, most, -most]
+    assert torch.equal(case.cache.keys, plain.cache.keys)
+
+
 def test_layers_that_read_the_kv_of_others_rotate_q_only() -> None:
     case = Case.of(SHAPES[1], [5, 63, 0], torch.bfloat16)
     q, before = case.parts()[0], case.copy()
