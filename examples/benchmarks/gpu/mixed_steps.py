@@ -1,10 +1,11 @@
-"""Times steps of decodes and pieces of prompts in CUDA graphs, and the same steps run eagerly.
+"""Times steps of decodes and pieces of prompts in CUDA graphs, and the same steps run eagerly;
+steps of decodes alone are greedy, and sampled with top-k and top-p.
 
 A worker with random weights in this process, two steps in flight as under a server. A case is
 DECODES+PIECE[+PIECE…], in tokens. Prints JSON in the last line.
 
     python -m examples.benchmarks.gpu.mixed_steps [--shape Llama-3.1-8B] [--device cuda]
-        [--cases 256 255+2 255+64 255+64+64 192+64 64+64 0+64] [--context 128] [--seconds 1]
+        [--cases 1 64 256 255+2 255+64 255+64+64 192+64 64+64 0+64] [--context 128] [--seconds 1]
 """
 
 import argparse
@@ -27,8 +28,9 @@ from engine.worker.process.pipeline import StepPipeline
 from engine.worker.process.worker import Worker
 from engine.worker_settings import Kernels, KVSettings, WorkerSettings
 
-CASES = ("256", "255+2", "255+64", "255+64+64", "255+256", "192+64", "64+64", "0+64")
+CASES = ("1", "64", "256", "255+2", "255+64", "255+64+64", "255+256", "192+64", "64+64", "0+64")
 GREEDY = SampleSpec(SamplingParams(temperature=0.0))
+SAMPLED = SampleSpec(SamplingParams(temperature=0.7, top_k=50, top_p=0.9, seed=1))
 BLOCK = 16
 MAX_TOKENS = 2048
 MIN_STEPS = 5
@@ -72,8 +74,8 @@ def load(args: argparse.Namespace, cases: Sequence[Sequence[int]]) -> Worker:
 
 
 def measure(worker: Worker, case: Sequence[int], context: int, seconds: float) -> dict[str, Any]:
-    """Median seconds from step to step, as served and eagerly; `graph` are the rows of the graph,
-    0 for none."""
+    """Median seconds from step to step, as served and eagerly, and for decodes alone with filtered
+    sampling; `graph` are the rows of the graph, 0 for none."""
     entries = entries_of(case, context, worker.parts.limits.block_size)
     stage = worker.parts.stage
     layout = build_layout(Step(StepId(0), entries), worker.parts.limits)
@@ -81,12 +83,17 @@ def measure(worker: Worker, case: Sequence[int], context: int, seconds: float) -
     served = pace(worker, stage, entries, seconds)
     eager = served if wide is None else pace(worker, replace(stage, graphs=None), entries, seconds)
     decodes, *pieces = case
+    sampled = None
+    if not pieces:
+        entries = tuple(entry._replace(sample=SAMPLED) for entry in entries)
+        sampled = pace(worker, stage, entries, seconds)
     return {
         "decodes": decodes,
         "pieces": pieces,
         "graph": 0 if wide is None else wide.num_tokens,
         "seconds": served,
         "eager_seconds": eager,
+        "sampled_seconds": sampled,
     }
 
 

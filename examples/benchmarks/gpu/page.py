@@ -122,11 +122,13 @@ def steps(outcome: Outcome) -> Iterator[str]:
 def mixed_steps(figures: dict[str, Any]) -> Iterator[str]:
     """The table of steps with pieces of prompts."""
     yield f"## {figures['shape']}: decodes and pieces of prompts in a step"
-    yield "\n| decodes | pieces, tokens | graph, rows | ms | eagerly, ms |"
-    yield "|---|---|---|---|---|"
+    yield "\n| decodes | pieces, tokens | graph, rows | ms | eagerly, ms | top-k and top-p, ms |"
+    yield "|---|---|---|---|---|---|"
     for row in figures["mixed"]:
         pieces = ", ".join(map(str, row["pieces"])) or "none"
         times = f"{row['seconds'] * 1e3:.2f} | {row['eager_seconds'] * 1e3:.2f}"
+        sampled = row["sampled_seconds"]
+        times += f" | {sampled * 1e3:.2f}" if sampled else " |"
         yield f"| {row['decodes']} | {pieces} | {row['graph'] or 'none'} | {times} |"
 
 

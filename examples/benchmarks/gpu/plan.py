@@ -25,6 +25,7 @@ FEATURES = {  # stage -> a word of the names of its tests
     "hybrid models": "hybrid",
 }
 FIRST_TESTS = ("tests/adapters/attention/test_flashinfer_gpu.py", "-k", "steps_as_they_come")
+SIZES = "1,8,32,64,128,256"
 FP8 = ("--weights", "fp8", "--kv-cache-dtype", "fp8")
 PODWAY = (sys.executable, "-m", "gateway")
 
@@ -66,9 +67,9 @@ class Plan:
             small = WorkerRun("TINY", "1,4", 64, "2x32", 240.0)
             return cls(device, rehearsal, (small,), "TINY", 8, 8, 240.0, folder)
         alone = (
-            WorkerRun("Llama-3.1-8B", "1,64,256", 1024, "8x2048", 170.0),
+            WorkerRun("Llama-3.1-8B", SIZES, 1024, "8x2048", 180.0),
             WorkerRun("Llama-3.1-8B", "1,8,64,256", 1024, "8x2048", 80.0, ("--weights", "int4")),
-            WorkerRun("Llama-3.1-8B", "1,64,256", 1024, "8x2048", 80.0, FP8),
+            WorkerRun("Llama-3.1-8B", SIZES, 1024, "8x2048", 90.0, FP8),
             WorkerRun("Qwen3-30B-A3B", "1,64", 1024, "8x2048", 120.0),
             WorkerRun("gpt-oss-20b", "1,64", 1024, "8x2048", 120.0),
             WorkerRun("Qwen2.5-0.5B", "1,64,256", 1024, "8x2048", 50.0),

@@ -17,7 +17,11 @@ ROOT = Path(__file__).parents[3]
 OUTPUT_LINES = 25  # kept of the output of a failed stage
 GRACE_SECONDS = 10.0
 SHOW_SECONDS = 0.5
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "FLASHINFER_NO_DOWNLOAD": "1"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "FLASHINFER_NO_DOWNLOAD": "1",
+    "TRITON_DEFAULT_FP_FUSION": "1",  # as workers set it; Triton 3.9 warns without
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,13 +73,15 @@ def test_a_command_is_limited_in_time_and_its_last_lines_are_kept() -> None:
         stages.command([sys.executable, "-c", "input(); input()"], 0.01)
 
 
-MIXED = {
+MIXED_STEP: dict[str, Any] = {
     "decodes": 255,
     "pieces": [64],
     "graph": 320,
     "seconds": 0.009,
     "eager_seconds": 0.015,
+    "sampled_seconds": None,
 }
+MIXED = [MIXED_STEP, MIXED_STEP | {"pieces": [], "graph": 256, "sampled_seconds": 0.0092}]
 
 
 UNEQUAL: dict[str, Any] = {"decodes": 40, "context": 1024, "longest": 32768, "divides": True}
@@ -123,7 +125,7 @@ def test_the_page_shows_figures_beside_goals(tmp_path: Path) -> None:
         stages.Outcome(
             "tests", "failed", 9.0, {"passed": 3, "skipped": 0, "failed": {"a::b": "x"}}
         ),
-        stages.Outcome("mixed steps", "done", 30.0, {"shape": "Llama-3.1-8B", "mixed": [MIXED]}),
+        stages.Outcome("mixed steps", "done", 30.0, {"shape": "Llama-3.1-8B", "mixed": MIXED}),
         stages.Outcome("unequal lengths", "done", 9.0, {"shape": "Llama", "unequal": [UNEQUAL]}),
         stages.Outcome("server over HTTP", "done", 50.0, busy),
     ]
@@ -134,7 +136,8 @@ def test_the_page_shows_figures_beside_goals(tmp_path: Path) -> None:
     assert "| idle between those steps, 2 in flight | 2 % | < 3 % |  |" in text
     assert "| 256 streams over HTTP, as busy as the worker alone | 93 % | 90 % |  |" in text
     assert "- `a::b`: x" in text
-    assert "| 255 | 64 | 320 | 9.00 | 15.00 |" in text
+    assert "| 255 | 64 | 320 | 9.00 | 15.00 | |\n" in text
+    assert "| 255 | none | 256 | 9.00 | 15.00 | 9.20 |\n" in text
     assert "| 40 × 1,024 | 32,768 | yes | 8.00 | 14.00 | 7.50 |" in text
     figures = json.loads(path.with_suffix(".json").read_text())
     assert [stage["status"] for stage in figures["stages"]] == [
@@ -152,6 +155,7 @@ def test_mixed_steps_are_timed_in_their_graph_and_eagerly(tmp_path: Path) -> Non
         assert rows[-1]["graph"] == graph
         assert {*planned[before:]} == {graph if case == (3,) else -graph}
     assert all(row["seconds"] > 0.0 and row["eager_seconds"] > 0.0 for row in rows)
+    assert [row["sampled_seconds"] is not None for row in rows] == [True, False, False]
 
 
 def test_decodes_beside_a_long_one_are_timed_with_and_without_dividing_its_keys(
@@ -351,7 +355,8 @@ def test_all_stages_are_rehearsed_on_the_cpu(
     (written,) = out.glob("*.md")
     text = written.read_text()
     assert "| alone: TINY | done |" in text
-    assert "| 3 | 5 | none |" in text
+    assert re.search(r"\| 4 \| none \| none( \| \d+\.\d\d){3} \|\n", text)
+    assert re.search(r"\| 3 \| 5 \| none( \| \d+\.\d\d){2} \| \|\n", text)
     assert "| tests | done: 1 passed, 0 failed, 0 skipped |" in text
     for name, count in (("LoRA", 1), ("hybrid models", 3), ("swapping under load", 2)):
         assert f"| {name} | done: {count} passed, 0 failed, 0 skipped |" in text

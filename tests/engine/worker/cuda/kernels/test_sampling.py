@@ -26,7 +26,9 @@ tl: Any = sampling.tl
 
 
 @sampling.triton.jit  # type: ignore[untyped-decorator]
-def threshold_kernel(weights: Any, floor: Any, wanted: Any, found: Any, BY_MASS: Any) -> None:
+def threshold_kernel(
+    weights: Any, floor: Any, wanted: Any, found: Any, BY_MASS: tl.constexpr
+) -> None:
     """The bits of a threshold, and the passes that it took."""
     bits, passes = sampling._largest_threshold(
         weights, 128_256, tl.load(floor), tl.load(wanted), BY_MASS, 2048
