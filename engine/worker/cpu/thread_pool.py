@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.worker.cpu.build import compiled, request
+from engine.worker.cpu.freed_outputs import FreedOutputs
 from engine.worker.cpu.intrinsics import (
     add_release,
     call_kernel,
@@ -146,7 +147,7 @@ class NativeThreadPool:
         assert threads >= 1, "a pool has at least its leader"
         self.threads = threads
         self.graph: KernelGraph | None = None  # while one is recorded
-        self._memory = KernelOutputs()
+        self._memory, self._freed = KernelOutputs(), FreedOutputs()
         request((lead, replay, follow))
         self._lead = compiled(lead, types.void(*[types.int64] * 4))
         self._replay = compiled(replay, types.void(*[types.int64] * 3))
@@ -177,7 +178,7 @@ class NativeThreadPool:
         again; otherwise it is a new tensor.
         """
         if self.graph is None:
-            return torch.empty(shape, dtype=dtype)
+            return self._freed.take(shape, dtype)
         return self.graph.take(kind, shape, dtype)
 
     @contextmanager
