@@ -68,8 +68,8 @@ def kv_format(name: str, weights: Sequence[str] = (), *, keeps_kv: bool = True) 
     """The dtype of the KV cache by its name; raises `StartupError` if it is not supported.
 
     "auto" is float16 if the CPU converts it in hardware. With `weights` that are all less precise,
-    it is bfloat16 on CPUs that multiply it faster: prompts take 0.6 of attention's time on a Zen 5.
-    An encoder, without `keeps_kv`, has float32.
+    it is bfloat16 on CPUs that multiply it faster: prompts take two thirds of attention's time on a
+    Zen 5. An encoder, without `keeps_kv`, has float32.
     """
     if name == "auto":
         if not (keeps_kv and has_half()):

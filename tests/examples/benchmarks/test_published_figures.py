@@ -94,6 +94,18 @@ def quality() -> list[str]:
     return rows
 
 
+def attention_by_kv_dtype() -> list[str]:
+    found = read("kv_dtype/amd_zen5.json")["cpu_milliseconds_of_a_layer"]
+    rows, shares = [], []
+    for heads, steps in found.items():
+        for step, times in steps.items():
+            figures = " | ".join(f"{each:.2f}" for each in times.values())
+            rows.append(f"| {heads} | {step} | {figures} |")
+            if "more after" in step:
+                shares.append(times["bfloat16"] / times["float16"])
+    return [*rows, f"takes {min(shares):.2f} to {max(shares):.2f} of float16's time"]
+
+
 def quality_of_int8_weights() -> list[str]:
     """The table of engine/README.md."""
     found = read("quality.json")
@@ -230,6 +242,7 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (RESULTS / "fleet" / "README.md", fleet),
     (PAGE, streamed_token_in_full),
     (PAGE, quality),
+    (RESULTS / "kv_dtype" / "README.md", attention_by_kv_dtype),
     (ROOT / "engine" / "README.md", quality_of_int8_weights),
     (ROOT / "engine" / "README.md", linear_formats),
     (ROOT / "adapters" / "models" / "README.md", quality_of_gguf_files),
