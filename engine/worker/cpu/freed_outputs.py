@@ -24,7 +24,11 @@ class FreedOutputs:
 
     def __init__(self) -> None:
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
-        self._kept = 0  # bytes of them
+
+    @property
+    def kept(self) -> int:
+        """Bytes of free blocks."""
+        return sum(size * len(blocks) for size, blocks in list(self._free.items()))
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor, whose memory comes back when nothing refers to it."""
@@ -33,16 +37,12 @@ class FreedOutputs:
             return torch.empty(shape, dtype=dtype)
         size = 1 << (num_bytes - 1).bit_length()
         free = self._free.setdefault(size, [])
-        if free:
-            block, self._kept = free.pop(), self._kept - size
-        else:
-            block = np.empty(size + LINE, dtype=np.uint8)
+        block = free.pop() if free else np.empty(size + LINE, dtype=np.uint8)
         start = -block.ctypes.data % LINE
         lent = block[start : start + num_bytes]
         weakref.finalize(lent, self._give_back, block, size).atexit = False
         return torch.from_numpy(lent).view(dtype).view(shape)
 
     def _give_back(self, block: NDArray[np.uint8], size: int) -> None:
-        if self._kept + size <= KEPT_BYTES:
+        if self.kept + size <= KEPT_BYTES:
             self._free[size].append(block)
-            self._kept += size

@@ -37,10 +37,10 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(freed_outputs, "KEPT_BYTES", 5 << 20)
     outputs = FreedOutputs()
     several = [outputs.take(SHAPE, torch.float32) for _ in range(4)]  # of 2 MiB each
-    assert outputs._kept == 0
+    assert outputs.kept == 0
     several.clear()
-    assert outputs._kept == 4 << 20
+    assert outputs.kept == 4 << 20
     again = outputs.take(SHAPE, torch.float32)
-    assert outputs._kept == 2 << 20
+    assert outputs.kept == 2 << 20
     del again
-    assert outputs._kept == 4 << 20
+    assert outputs.kept == 4 << 20
