@@ -333,7 +333,7 @@ def test_a_text_that_is_nested_too_deeply_is_shown_as_it_is(page: Page, page_url
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(
     page: Page, page_url: str
 ) -> None:
-    seed_chat(page, page_url, min_tokens=1900, max_tokens=1950)
+    seed_chat(page, page_url, min_tokens=16000, max_tokens=16050)
     ask(page, "Tell me a story.")
     await_text(page)
     page.on("dialog", lambda dialog: dialog.accept())

@@ -66,14 +66,14 @@ def test_a_chat_streams_and_shows_its_figures(page: Page, page_url: str) -> None
 
 def busy(page_url: str) -> AbstractContextManager[httpx.Response]:
     """Other streams, so that an answer takes long enough to be stopped on any machine."""
-    body = {"model": "builtin", "prompt": "a", "max_tokens": 1900, "ignore_eos": True, "n": 24}
+    body = {"model": "builtin", "prompt": "a", "max_tokens": 16000, "ignore_eos": True, "n": 12}
     return httpx.stream("POST", f"{page_url}/v1/completions", json=body | {"stream": True})
 
 
 def test_an_answer_of_another_tab_is_waited_for_or_stopped(
     context: BrowserContext, page: Page, page_url: str
 ) -> None:
-    seed_chat(page, page_url, min_tokens=1900, max_tokens=1950)
+    seed_chat(page, page_url, min_tokens=16000, max_tokens=16050)
     other = context.new_page()
     other.goto(page.url)
     expect(other.locator(".entry a[aria-current]")).to_be_visible()
@@ -158,7 +158,7 @@ def test_editing_and_regenerating_add_branches(page: Page, page_url: str) -> Non
 
 
 def test_the_stop_button_frees_the_slots(page: Page, page_url: str) -> None:
-    seed_chat(page, page_url, min_tokens=1900, max_tokens=1950)
+    seed_chat(page, page_url, min_tokens=16000, max_tokens=16050)
     with busy(page_url):
         ask(page, "Tell me a story.")
         await_text(page)
@@ -187,7 +187,7 @@ def test_a_wrong_key_is_reported_and_a_right_one_opens_the_page(
 
 def test_two_hundred_requests_are_seen_in_the_engine_view(page: Page, page_url: str) -> None:
     def generate(number: int) -> int:
-        body = {"model": "builtin", "prompt": f"{number}", "max_tokens": 250, "ignore_eos": True}
+        body = {"model": "builtin", "prompt": f"{number}", "max_tokens": 500, "ignore_eos": True}
         return httpx.post(f"{page_url}/v1/completions", json=body, timeout=120).status_code
 
     page.goto(f"{page_url}/#engine")
