@@ -153,7 +153,7 @@ def test_the_draft_models_kv_is_right_wherever_it_proposes(
     drafter = a_model_drafter()
     drafted = play(worker_with_itself, specs, drafter=drafter, **bounds)
     assert results(drafted) == results(play(worker, specs))
-    assert drafter.counts.num_drafts == drafter.counts.num_accepted >= 20
+    assert drafter.counts.num_drafts == drafter.counts.num_accepted >= 15
 
 
 def test_an_output_follows_a_shared_prefix_without_draft_kv(
@@ -165,4 +165,4 @@ def test_an_output_follows_a_shared_prefix_without_draft_kv(
     first, second = play(worker_with_itself, specs, drafter=drafter, max_batch_size=1)
     assert second.request.num_cached > 0
     assert first.tokens == second.tokens
-    assert drafter.counts.num_drafts == drafter.counts.num_accepted >= 20
+    assert drafter.counts.num_drafts == drafter.counts.num_accepted >= 15
