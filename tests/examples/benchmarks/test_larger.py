@@ -125,3 +125,21 @@ def test_lone_streams_are_compared_answer_by_answer() -> None:
     beside_vllm, _ = alone("larger_zen5", "Podway q8_0", "Qwen3-4B, 8 bits, beside vLLM")
     assert letter == "O"
     assert f"{beside_vllm:.2f} times vLLM's tokens/s and {best:.2f} times OpenVINO's" in published
+
+
+def test_what_attention_in_pairs_changed_is_that_of_the_runs_before_and_since() -> None:
+    published = (RESULTS / "peers/larger_zen5/README.md").read_text()
+
+    def first(file: str, group: str, load: str = "4,096 in") -> list[float]:
+        runs = [run for run in read(f"peers/larger_zen5/{file}.json") if run["group"] == group]
+        return [run["loads"][load]["ttft_p50"] for run in runs if load in run["loads"]]
+
+    (long,) = first("before", "Qwen3-4B, q4_0", "16,384 in")
+    four, eight, sixteen = (
+        median(first("before", f"Qwen3-4B, {name}")) for name in ("q4_0", "q8_0", "bf16")
+    )
+    assert f"took {long:.0f} s to the first token" in published
+    times = f"4,096 tokens {four:.1f} s, in 8 bits {eight:.1f} s, in bfloat16 {sixteen:.1f} s"
+    assert times in published
+    hybrid = first("before", "Qwen3.5-4B, q4_k_m")
+    assert f"Qwen3.5-4B took {min(hybrid):.0f} to {max(hybrid):.0f} s" in published
