@@ -12,7 +12,7 @@ profile; if no two do, it is not stable.
 
 import asyncio
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from statistics import median
@@ -50,6 +50,15 @@ class ProbeLimits:
     def longest(self) -> int:
         """The largest number of positions of one request."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
+
+
+class Awaited(Exception):
+    """A request waits for the machine that is being measured."""
+
+
+def nobody_waits() -> bool:
+    """Measure to the end."""
+    return False
 
 
 class Profile(NamedTuple):
@@ -142,11 +151,15 @@ def _growing(limit: int) -> list[int]:
 
 
 async def measure(
-    executor: StepExecutor, limits: ProbeLimits, clock: Clock, seconds: float
+    executor: StepExecutor,
+    limits: ProbeLimits,
+    clock: Clock,
+    seconds: float,
+    is_awaited: Callable[[], bool] = nobody_waits,
 ) -> Profile:
     """Measure `executor` for about `seconds` at most after the first step, but for at least two
-    steps. Raises the error of a failed step."""
-    profiler = _Profiler(executor, limits, clock, seconds)
+    steps. Raises the error of a failed step, and `Awaited` between two steps."""
+    profiler = _Profiler(executor, limits, clock, seconds, is_awaited)
     fastest = await profiler.round()
     is_stable = True
     for _ in range(1, MAX_ROUNDS):
@@ -166,9 +179,15 @@ class _Profiler:
     """Runs probes on an executor; a limit of `seconds` begins after the first step."""
 
     def __init__(
-        self, executor: StepExecutor, limits: ProbeLimits, clock: Clock, seconds: float
+        self,
+        executor: StepExecutor,
+        limits: ProbeLimits,
+        clock: Clock,
+        seconds: float,
+        is_awaited: Callable[[], bool],
     ) -> None:
         self.until = clock() + seconds
+        self._is_awaited = is_awaited
         self.idle: list[float] = []  # between two steps
         self._executor, self._limits, self._clock = executor, limits, clock
         self._seconds = seconds
@@ -194,6 +213,8 @@ class _Profiler:
         """The seconds of several runs of a probe."""
         repeats: list[float] = []
         while _may_repeat(repeats, self._seconds):
+            if self._is_awaited():
+                raise Awaited
             submitted = self._clock()
             step = probe.step(len(self.idle), self._limits)
             result = await _result(self._executor.submit(step))

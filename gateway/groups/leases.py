@@ -33,6 +33,10 @@ class Leases:
     def __len__(self) -> int:
         return self._num_active
 
+    def are_awaited(self) -> bool:
+        """Whether a request waits until the model is loaded."""
+        return bool(self._pending)
+
     @contextmanager
     def claim(self) -> Iterator[Lease]:
         """A lease until the block ends, active from the moment at which the model is loaded."""

@@ -50,7 +50,7 @@ from gateway.serve.opening import ModelOpener, SharedObservers
 from gateway.serve.places import MIN_PER_NETWORK
 from gateway.serve.process import raise_file_limit
 from gateway.serve.saved import load_time_file
-from gateway.serve.server import Server, Signals, bind, unless_stopped
+from gateway.serve.server import Server, Signals, bind, is_called, unless_stopped
 from gateway.serve.tls import Credentials, load_credentials
 from gateway.serve.upgrade.channel import Predecessor
 from gateway.serve.upgrade.inherited import Inherited
@@ -126,7 +126,7 @@ async def _serve(
                 launcher.discard()
             models = build_models(settings, stack, launcher, progress)
             has_successor = False
-            if await unless_stopped(load_at_start(models.groups, predecessor), signals):
+            if await unless_stopped(load_at_start(models, predecessor or listener), signals):
                 port = listener.getsockname()[1]
                 service = build_service(settings, models, credentials, store)
                 check = partial(allow_second, models)
@@ -284,16 +284,22 @@ def check_names(groups: Groups) -> None:
         raise StartupError(f"{count} models have the name {name!r}")
 
 
-async def load_at_start(groups: Groups, predecessor: Predecessor | None = None) -> bool:
+async def load_at_start(models: Models, source: Predecessor | socket.socket | None = None) -> bool:
     """Load the pinned models, or the only one; raises `StartupError`. Then load what the former
-    server had loaded, as far as there is room."""
+    server had loaded, as far as there is room. `source` is where the first requests come from."""
+    groups = models.groups
+    if isinstance(source, socket.socket):
+        for opener in models.openers:
+            opener.is_awaited = partial(is_called, source)
     for group in groups:
         if group.terms.pinned or len(groups) == 1:
             await groups.loads.load(group)
-    also = () if predecessor is None else predecessor.models
+    also = source.models if isinstance(source, Predecessor) else ()
     for group in groups:
         if group.name in also and groups.loads.has_room(group):
             await groups.loads.begin(group)
+    for opener, group in zip(models.openers, groups, strict=True):
+        opener.is_awaited = group.leases.are_awaited
     return True
 
 

@@ -47,7 +47,7 @@ async def embedded(
     check_settings(settings)
     async with AsyncExitStack() as stack:
         models = build_models(settings, stack, progress=progress)
-        await load_at_start(models.groups)
+        await load_at_start(models)
         store = build_store(settings, served_name(settings.deployments[0]))
         stack.callback(store.close)
         credentials = load_credentials(settings)

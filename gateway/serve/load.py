@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from anyio.lowlevel import checkpoint
 
-from engine.cost.profiler import ProbeLimits
+from engine.cost.profiler import ProbeLimits, nobody_waits
 from engine.errors import StartupError
 from engine.lora import LoraSpec
 from engine.speculation.settings import MTP
@@ -96,12 +96,15 @@ class LoadedModel:
 
 @asynccontextmanager
 async def load_model(
-    settings: Settings, progress: OnProgress, local: LocalLauncher | None = None
+    settings: Settings,
+    progress: OnProgress,
+    local: LocalLauncher | None = None,
+    is_awaited: Callable[[], bool] = nobody_waits,
 ) -> AsyncIterator[LoadedModel]:
     """Start the workers and read the tokenizer at the same time; the workers end with the block.
 
     `local` starts workers on this machine; it is given by the command, which has checked a model
-    that is here. Raises `StartupError`.
+    that is here. A model that `is_awaited` is not measured. Raises `StartupError`.
     """
     directory = await asyncio.to_thread(model_directory, settings.model.source)
     if local is None or not is_local(settings.model.source):
@@ -123,7 +126,7 @@ async def load_model(
         if report.pooling is not None:
             await asyncio.to_thread(importlib.import_module, "numpy")  # for `gateway.pooling`
         stack.push_async_callback(texts.grammars.close)
-        calibration = await _calibrate(settings, directory, executor, report)
+        calibration = await _calibrate(settings, directory, executor, report, is_awaited)
         size = settings.workers.num_stages * settings.workers.num_ranks
         others = [
             like_first(each, report, 1 + number * size, is_local=is_here)
@@ -172,7 +175,11 @@ async def _executor(
 
 
 async def _calibrate(
-    settings: Settings, directory: Path, executor: MultiprocessExecutor, report: WorkerReport
+    settings: Settings,
+    directory: Path,
+    executor: MultiprocessExecutor,
+    report: WorkerReport,
+    is_awaited: Callable[[], bool],
 ) -> Calibration:
     file = cost_file(
         cost_facts(directory, report, settings.workers.num_stages, settings.workers.num_ranks),
@@ -187,7 +194,7 @@ async def _calibrate(
         pools=report.pooling is not None,
         graphs=report.graphs,
     )
-    return await calibrate(settings.schedule.cost_model, file, executor, bounds)
+    return await calibrate(settings.schedule.cost_model, file, executor, bounds, is_awaited)
 
 
 def _launcher(settings: Settings, worker: str) -> Launcher | None:

@@ -8,13 +8,14 @@ What is counted of a model goes on when it is unloaded and loaded again.
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from engine.control.event_recorder import RecordingHeader
 from engine.control.scheduler import IterationScheduler
 from engine.cost.live import LiveCost
+from engine.cost.profiler import nobody_waits
 from engine.iteration import Observer, ObserverGroup
 from engine.kv_shape import KVShape
 from engine.kv_store import MAX_NAMES, open_store
@@ -77,6 +78,7 @@ class ModelOpener:
         the first load."""
         self.settings = settings
         self.metrics = Metrics()
+        self.is_awaited: Callable[[], bool] = nobody_waits  # whether a request waits for the load
         self.latest: LoadedModel  # from the first load on
         self._shared = shared
         self._turns = turns
@@ -100,7 +102,7 @@ class ModelOpener:
         launcher, self._launcher = self._launcher, None
         async with AsyncExitStack() as stack:
             loaded = await stack.enter_async_context(
-                load_model(self.settings, self._progress, launcher)
+                load_model(self.settings, self._progress, launcher, self.is_awaited)
             )
             self.latest = loaded
             costs = [LiveCost(loaded.calibration.model) for _ in loaded.replicas]

@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import logging
 import os
+import select
 import signal
 import socket
 import ssl
@@ -70,6 +71,14 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
+
+
+def is_called(listener: socket.socket) -> bool:
+    """Whether a client has connected to the socket, which listens from the first call on, and waits
+    for the server to be ready."""
+    listener.listen(BACKLOG)
+    defer_silent(listener)
+    return bool(select.select([listener], [], [], 0)[0])
 
 
 class Signals:

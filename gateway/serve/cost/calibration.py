@@ -8,6 +8,10 @@ request has KV blocks of its own, and between two steps the worker waits until t
 committed one step and planned the next. So the cost model at the start is fitted to the profiler's
 samples and to the steps of a trial run together, and the time between steps is that of the trial
 run. Its requests write to KV blocks before any other request owns them.
+
+A request that comes meanwhile does not wait for the end. It is served with what single steps have
+shown or, before these are over, with a default that is fitted while serving (results/learned_cost).
+The next start measures again.
 """
 
 import asyncio
@@ -15,7 +19,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +31,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.fit import fit
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED, CostModel
-from engine.cost.profiler import ProbeLimits, Profile, measure
+from engine.cost.profiler import Awaited, ProbeLimits, Profile, measure, nobody_waits
 from engine.errors import EngineError
 from engine.kv_shape import KVShape
 from engine.loop import Engine
@@ -50,17 +54,23 @@ Lengths = tuple[int, int]  # tokens of a prompt, and of its output
 
 
 async def refined(
-    executor: StepExecutor, limits: ProbeLimits, profile: Profile, clock: Clock, seconds: float
+    executor: StepExecutor,
+    limits: ProbeLimits,
+    profile: Profile,
+    clock: Clock,
+    seconds: float,
+    is_awaited: Callable[[], bool] = nobody_waits,
 ) -> CostModel:
     """The cost model of `profile` and of a trial run of about `seconds`; of `profile` alone if the
-    model pools, or if a trial run would take longer. Raises the error of a failed request."""
+    model pools, or if a trial run would take longer. Raises the error of a failed request, and
+    `Awaited` between two waves."""
     rows: list[Row] = []
     header = _header(executor, limits, profile.model)
     scheduler = header.build(
         LiveCost(header.cost), EventRecorder(rows.append, header.kv.block_size)
     )
     planned = [] if limits.pools else list(waves(limits, header.cost, seconds))
-    await _run(Engine(scheduler, executor, clock), planned)
+    await _run(Engine(scheduler, executor, clock), planned, is_awaited)
     if not planned:
         return profile.model
     events = tuple(decode_row(render(row, str)) for row in rows)
@@ -98,11 +108,15 @@ def _seconds(wave: list[Lengths], cost: CostModel) -> float:
     return sum(cost.compute(prompt, 0) for prompt, _ in wave) + decodes
 
 
-async def _run(engine: Engine, planned: list[list[Lengths]]) -> None:
+async def _run(
+    engine: Engine, planned: list[list[Lengths]], is_awaited: Callable[[], bool]
+) -> None:
     random = Random(1)
     running = asyncio.create_task(engine.run())
     try:
         for wave in planned:
+            if is_awaited():
+                raise Awaited
             async with asyncio.TaskGroup() as group:
                 for prompt_len, output_len in wave:
                     prompt = tuple(random.choices((0, 1), k=prompt_len))
@@ -196,43 +210,58 @@ def processor() -> str:
 
 
 async def calibrate(
-    source: str, file: SavedFile, executor: StepExecutor, bounds: ProbeLimits
+    source: str,
+    file: SavedFile,
+    executor: StepExecutor,
+    bounds: ProbeLimits,
+    is_awaited: Callable[[], bool] = nobody_waits,
 ) -> Calibration:
-    """The cost model from `source`: "auto" (saved, else measured), "measure" (always measured) or
-    "none" (a default that is fitted while serving)."""
+    """The cost model from `source`: "auto" (saved, else measured until a request waits), "measure"
+    (always measured) or "none" (a default that is fitted while serving)."""
     default = replace(UNMEASURED, graphs=bounds.graphs)
     if source == "none":
         return Calibration(default, None, "a default, fitted while serving")
     if source == "auto" and (known := file.load(CostModel.parse)) is not None:
         return Calibration(known, file, f"from {file.path}")
     started = time.perf_counter()
+    waits = is_awaited if source == "auto" else nobody_waits
     try:
-        model, is_stable = await measured(executor, bounds, time.perf_counter)
+        model, is_stable = await measured(executor, bounds, time.perf_counter, waits)
+    except Awaited:
+        why = "since a request came before it was measured"
+        return Calibration(default, file, f"a default, fitted while serving, {why}")
     except (EngineError, ValueError) as error:
         logger.warning("cannot measure the cost of iterations: %s", error)
         return Calibration(default, file, "a default, because measuring failed")
     took = time.perf_counter() - started
     if not is_stable:
-        busy = "beside other work on this machine, so the next start measures again"
+        busy = "beside other work or until a request came, so the next start measures again"
         return Calibration(model, file, f"measured in {took:.1f} s {busy}")
     file.save(asdict(model))
     return Calibration(model, file, f"measured in {took:.1f} s")
 
 
 class Measured(NamedTuple):
-    """A cost model, and whether single steps took the same time again and again."""
+    """A cost model, and whether it is whole and single steps took the same time again and again."""
 
     model: CostModel
     is_stable: bool
 
 
-async def measured(executor: StepExecutor, bounds: ProbeLimits, clock: Clock) -> Measured:
+async def measured(
+    executor: StepExecutor,
+    bounds: ProbeLimits,
+    clock: Clock,
+    is_awaited: Callable[[], bool] = nobody_waits,
+) -> Measured:
     """The cost model of single steps and of a trial run through scheduler and event loop; of single
-    steps alone if a request of the trial run fails. Raises the error of a failed single step, and
-    ValueError if the fit is not determined."""
-    profile = await measure(executor, bounds, clock, PROFILE_SECONDS)
+    steps alone if a request of the trial run fails, or one of a client comes. Raises the error of a
+    failed single step, ValueError if the fit is not determined, and `Awaited` before that."""
+    profile = await measure(executor, bounds, clock, PROFILE_SECONDS, is_awaited)
     try:
-        model = await refined(executor, bounds, profile, clock, TRIAL_SECONDS)
+        model = await refined(executor, bounds, profile, clock, TRIAL_SECONDS, is_awaited)
+    except Awaited:
+        return Measured(profile.model, is_stable=False)
     except EngineError as error:
         logger.warning("a request of the trial run failed; single steps are used: %s", error)
         model = profile.model

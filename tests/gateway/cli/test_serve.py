@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import aiohttp
+import httpx
 import psutil
 import pytest
 
@@ -204,3 +205,26 @@ def test_a_start_that_fails_leaves_no_worker_process() -> None:
     with pytest.raises(StartupError, match="--port must be"):
         start.main(["--port", "99999"])
     assert psutil.Process().children() == children
+
+
+def test_a_request_does_not_wait_until_the_first_start_has_measured_the_machine(
+    tmp_path: Path,
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ("--port", str(port), "--cost-model", "auto", "--cache-dir", str(tmp_path / "cache"))
+    with start_server(tmp_path, *flags) as child:
+        while True:
+            try:
+                answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=60)
+                break
+            except httpx.ConnectError:  # it does not listen yet
+                assert child.poll() is None, child.log.read_text()
+        assert answer.status_code == 200
+        assert child.stdout is not None
+        banner = "".join(iter(child.stdout.readline, "\n"))
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 0
+    assert "a default, fitted while serving, since a request came before it was measured" in banner
+    assert not list(tmp_path.glob("cache/costs/*"))

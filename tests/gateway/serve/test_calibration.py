@@ -147,3 +147,24 @@ def test_other_weights_config_or_machine_have_another_cost_file(
     paths.append(cost_file(cost_facts(tmp_path, REPORT, 2, 1), tmp_path).path)
     assert len(set(paths)) == 4
     assert cost_file(cost_facts(tmp_path, REPORT, 2, 1), tmp_path).path == paths[-1]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 10])
+def test_a_request_does_not_wait_until_everything_is_measured(
+    tmp_path: Path, num_steps: int
+) -> None:
+    file, executor = cost_file(FACTS, tmp_path), Counting()
+    bounds = ProbeLimits(8, 64, 128, 100, 16)
+
+    def comes_now() -> bool:
+        return executor.num_steps >= num_steps
+
+    found = run_virtual(calibrate("auto", file, executor, bounds, comes_now))
+    assert found.model == UNMEASURED
+    assert "since a request came before it was measured" in str(found)
+    assert file.load(CostModel.parse) is None
+    assert executor.num_steps == num_steps
+    whole = Counting()
+    run_virtual(calibrate("measure", file, whole, bounds, lambda: True))
+    assert whole.num_steps > 10
+    assert file.load(CostModel.parse) is not None

@@ -11,7 +11,13 @@ from engine.errors import StepFailed
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepResult
-from gateway.serve.cost.calibration import LONGEST_OUTPUT, LONGEST_PROMPT, measured, waves
+from gateway.serve.cost.calibration import (
+    LONGEST_OUTPUT,
+    LONGEST_PROMPT,
+    Measured,
+    measured,
+    waves,
+)
 
 TRUE = CostModel(
     ((1, 0.002), (64, 0.01), (256, 0.04)), 2e-7, 1e-8, idle_step=0.0005, idle_entry=0.0001
@@ -92,6 +98,29 @@ def test_if_the_trial_run_fails_the_model_is_that_of_the_profile(
 ) -> None:
     assert start_model(FailsInTrial(TRUE)) == profile_model(TRUE, LIMITS)
     assert "a request of the trial run failed" in caplog.text
+
+
+class CountsTrial(SimulatedExecutor):
+    """Counts the requests of the trial run; step ids are as in `FailsInTrial`."""
+
+    num_requests = 0
+
+    def submit(self, step: Step) -> "asyncio.Future[StepResult]":
+        if step.step_id < 1 << 40:
+            self.num_requests += sum(entry.start == 0 for entry in step.entries)
+        return super().submit(step)
+
+
+def test_a_request_that_comes_in_the_trial_run_waits_for_one_wave_at_most() -> None:
+    executor = CountsTrial(TRUE)
+
+    async def main() -> Measured:
+        clock = asyncio.get_running_loop().time
+        return await measured(executor, LIMITS, clock, lambda: executor.num_requests >= 5)
+
+    found = run_virtual(main())
+    assert 5 <= executor.num_requests < 5 + LIMITS.max_batch_size
+    assert found == (profile_model(TRUE, LIMITS), False)
 
 
 def profile_model(cost: CostModel, limits: ProbeLimits) -> CostModel:
