@@ -17,9 +17,13 @@ FORMATS: Mapping[Kind, BlockFormat] = MappingProxyType(
         Kind.Q5_0: BLOCKS["q5_0"],
         Kind.Q5_1: BLOCKS["q5_1"],
         Kind.Q8_0: BLOCKS["q8_0"],
+        Kind.Q2_K: BLOCKS["q2_k"],
+        Kind.Q3_K: BLOCKS["q3_k"],
         Kind.Q4_K: BLOCKS["q4_k"],
         Kind.Q5_K: BLOCKS["q5_k"],
         Kind.Q6_K: BLOCKS["q6_k"],
+        Kind.IQ4_NL: BLOCKS["iq4_nl"],
+        Kind.IQ4_XS: BLOCKS["iq4_xs"],
         Kind.MXFP4: BLOCKS["mxfp4"],
     }
 )

@@ -1,8 +1,8 @@
 """The tensors of a GGUF file in Hugging Face's layout.
 
-F32, F16 and BF16 are views of the file, and so are the quantized formats that the engine computes
-in. Other quantized tensors are dequantized to float32 exactly as their format defines, a few rows
-at a time.
+F32, F16 and BF16 are views of the file, and so are the quantized formats. Where a matrix cannot
+stay as it is stored, it is dequantized to float32 exactly as its format defines, a few rows at a
+time.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -25,7 +25,6 @@ from engine.worker.ports import PreferredFormat, Weight
 from engine.worker.weights.formats.grouped import GroupedWeight
 
 Kind = GGMLQuantizationType
-OTHERS = {Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS}  # dequantized when they are read
 EXPERTS_SUFFIX = "_exps"
 GATE_UP = "gate_up_exps"
 FLAT = ("ssm_a", "ssm_d", "ssm_norm")  # vectors, which Mamba has as matrices
@@ -86,7 +85,7 @@ class GgufTensors:
             name: _flat(entry) if part_of(name) in FLAT else entry
             for name, entry in split_experts(file.tensors).items()
         }
-        self._computes_stored = not self._names.transposed and not OTHERS & self.matrix_kinds
+        self._computes_stored = not self._names.transposed
         self._value_heads = _value_heads(file, self._architecture)
         self._num_layers = _num_layers(file, self._architecture)
         self._stored = {
@@ -113,10 +112,7 @@ class GgufTensors:
 
     @property
     def preferred_format(self) -> PreferredFormat:
-        """The formats of the file if the engine computes in all of them, else int8.
-
-        Models whose file has transposed matrices (GPT-2) are converted to int8 too.
-        """
+        """The formats of the file; int8 for models whose file has transposed matrices (GPT-2)."""
         kinds = self.matrix_kinds
         floats = floats_of(kinds)
         if kinds <= FLOATS.keys():
@@ -131,7 +127,7 @@ class GgufTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         own = self._stored[name]
         entry = self._entries[own]
-        if entry.kind not in {*FLOATS, *FORMATS, *OTHERS}:
+        if entry.kind not in {*FLOATS, *FORMATS}:
             raise StartupError(f"tensor {own} is {entry.kind.name}, which is not supported")
         shape = entry.shape
         match part_of(own):

@@ -11,6 +11,8 @@ from engine.errors import StartupError
 FLOAT16S = {  # bytes at which a block has one
     Kind.Q4_1: (0, 2),
     Kind.Q5_1: (0, 2),
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
     Kind.Q4_K: (0, 2),
     Kind.Q5_K: (0, 2),
     Kind.Q6_K: (208,),

@@ -7,7 +7,6 @@ import pytest
 from adapters.gguf.blocks import FORMATS
 from adapters.gguf.checks import KINDS
 from adapters.gguf.floats import FLOATS
-from adapters.gguf.tensors import OTHERS
 from engine.errors import StartupError
 from engine.transport.process import LocalLauncher
 from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
@@ -74,7 +73,7 @@ def test_a_gpu_that_has_no_driver_is_refused() -> None:
 
 
 def test_types_of_tensors_in_gguf_files_are_those_that_are_read() -> None:
-    assert {*FLOATS, *FORMATS, *OTHERS} == KINDS
+    assert {*FLOATS, *FORMATS} == KINDS
 
 
 def test_the_built_in_model_passes() -> None:

@@ -5,8 +5,9 @@ kernel of `engine.worker.cpu.kernels.linears.group_packing`.
 """
 
 # mypy: disable-error-code="no-untyped-call"
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -39,14 +40,23 @@ class Bits(NamedTuple):
         return ((runs >> shifts) & ((1 << self.bits) - 1)).flatten(2)
 
 
+class Factors(Enum):
+    """How a block has the factors of its groups."""
+
+    BYTES = "int8, then those of minimums or zero points"
+    Q2_K = "4 bits, above each the 4 bits of the minimum"
+    Q3_K = "6 bits, less 32: the low 4 in 8 bytes, the high 2 in 4"
+    Q4_K = "6 bits, also those of minimums, in 12 bytes"
+    IQ4_XS = "6 bits, less 32: the high 2 in 2 bytes, the low 4 in 4"
+
+
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
     """Where blocks of `num_bytes` have their numbers; calling it unpacks rows of them.
 
     `steps` are the bits of steps from the lowest on. A float16 scale is at byte `scale`, with
-    `has_exponents` the exponent of MXFP4; a minimum follows it. From byte `factors` on there is an
-    int8 factor for each group, then its factor of the minimum or its zero point; with
-    `has_6_bit_factors` these are the 12 bytes of Q4_K.
+    `has_exponents` the exponent of MXFP4; a minimum follows it. The factors of groups are from byte
+    `factors` on.
     """
 
     layout: GroupLayout
@@ -57,7 +67,7 @@ class BlockFormat:
     flipped: int = 0  # bits of steps that are stored inverted
     negates_minimums: bool = False  # they are added
     has_exponents: bool = False
-    has_6_bit_factors: bool = False
+    factors_in: Factors = Factors.BYTES
 
     @classmethod
     def plain(cls, layout: GroupLayout) -> "BlockFormat":
@@ -110,14 +120,46 @@ class BlockFormat:
 
     def _arrays(self, blocks: Tensor) -> Iterator[Tensor]:
         """The arrays from byte `factors` on, int8 `[out, groups]`."""
-        stored = blocks[:, :, self.factors :]
-        if self.has_6_bit_factors:
-            low, high, rest = stored[..., :4], stored[..., 4:8], stored[..., 8:12]
-            scales = torch.cat((low & 63, (rest & 15) | ((low >> 6) << 4)), dim=-1)
-            minimums = torch.cat((high & 63, (rest >> 4) | ((high >> 6) << 4)), dim=-1)
-            stored = torch.cat((scales, minimums), dim=-1)
+        stored = _READERS[self.factors_in](blocks[:, :, self.factors :])
         for array in stored.split(self.layout.groups, dim=2):
             yield array.contiguous().view(torch.int8).flatten(1)
+
+
+def _fields(stored: Tensor, bits: int) -> Tensor:
+    """The fields of so many bits of bytes `[..., n]`, `[..., 8 / bits, n]` from the lowest on."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=stored.device)[:, None]
+    found: Tensor = (stored[..., None, :] >> shifts) & ((1 << bits) - 1)
+    return found
+
+
+def _q2_k_factors(stored: Tensor) -> Tensor:
+    return _fields(stored[..., :16], 4).flatten(-2)
+
+
+def _q3_k_factors(stored: Tensor) -> Tensor:
+    low, high = _fields(stored[..., :8], 4), _fields(stored[..., 8:12], 2)
+    return (low.flatten(-2) | high.flatten(-2) << 4) - 32
+
+
+def _q4_k_factors(stored: Tensor) -> Tensor:
+    low, high, rest = stored[..., :4], stored[..., 4:8], stored[..., 8:12]
+    scales = (low & 63, (rest & 15) | ((low >> 6) << 4))
+    minimums = (high & 63, (rest >> 4) | ((high >> 6) << 4))
+    return torch.cat((*scales, *minimums), dim=-1)
+
+
+def _iq4_xs_factors(stored: Tensor) -> Tensor:
+    high, low = _fields(stored[..., :2], 2), _fields(stored[..., 2:6], 4)
+    return (low.mT.flatten(-2) | high.mT.flatten(-2) << 4) - 32
+
+
+_READERS: Mapping[Factors, Callable[[Tensor], Tensor]] = {
+    Factors.BYTES: lambda stored: stored,
+    Factors.Q2_K: _q2_k_factors,
+    Factors.Q3_K: _q3_k_factors,
+    Factors.Q4_K: _q4_k_factors,
+    Factors.IQ4_XS: _iq4_xs_factors,
+}
 
 
 def plain_rows(groups: Groups, layout: GroupLayout) -> Tensor:

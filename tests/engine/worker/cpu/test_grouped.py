@@ -16,7 +16,7 @@ MOST = {8: MAX_8_BITS, 14: MAX_14_BITS}
 FASTEST = 8 if HAS_VNNI else 14
 # Together these have every part of a layout, and with "q5_1", whose steps have a plane of one bit,
 # in both widths; the others are compiled in that of this CPU.
-SOME = {"q4_k", "q6_k", "uint4_128", "q8_0", "mxfp4"}
+SOME = {"q4_k", "q6_k", "uint4_128", "q8_0", "iq4_xs"}
 CASES = [
     pytest.param(
         name,

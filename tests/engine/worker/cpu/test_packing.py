@@ -18,7 +18,8 @@ from tests.engine.worker.cpu.test_grouped import FASTEST, MOST, random_weight
 
 POOL = NativeThreadPool(2)
 # Together these have every part of a format, and every kind of plane with both widths of inputs.
-SOME = {("q4_k", FASTEST), ("q5_1", FASTEST), ("q6_k", FASTEST), ("mxfp4", FASTEST), ("int4", 8)}
+SOME = {(name, FASTEST) for name in ("q2_k", "q3_k", "q4_k", "q5_1", "q6_k", "iq4_xs", "mxfp4")}
+SOME.add(("int4", 8))
 CASES = [
     pytest.param(
         name,

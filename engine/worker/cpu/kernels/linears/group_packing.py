@@ -20,11 +20,13 @@ from engine.worker.cpu.kernels.linears.grouped_panels import WORD, Panel, StepFo
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
 from engine.worker.cpu.kernels.linears.tile_formats import QUAD
 from engine.worker.cpu.operands import make_reader, operands
-from engine.worker.weights.formats.blocks import Bits, BlockFormat
+from engine.worker.weights.formats.blocks import Bits, BlockFormat, Factors
 from engine.worker.weights.formats.mxfp4 import BIAS, LARGEST, SMALLEST
 
 EACH_BYTE = 0x0101010101010101
 HALF_BIAS, HALF_FRACTION = 15, 10  # the exponents of float16, and the bits of its fraction
+FACTORS = tuple(Factors)
+OF_Q2_K, OF_Q3_K, OF_Q4_K, OF_IQ4_XS = range(1, len(FACTORS))
 FORMAT: Any = None  # the `_Format` that a kernel is made for
 
 
@@ -61,7 +63,7 @@ class _Format(NamedTuple):
     negates_minimums: bool
     factors: int
     arrays: int  # int8 for each group: factors, factors of minimums or zero points
-    has_6_bit_factors: bool
+    factors_in: int  # the number of the `Factors`
     low: Bits
     high: Bits
     flipped: int
@@ -87,7 +89,7 @@ class _Format(NamedTuple):
             negates_minimums=format.negates_minimums,
             factors=format.factors,
             arrays=panel.factors_bytes // WIDTH,
-            has_6_bit_factors=format.has_6_bit_factors,
+            factors_in=FACTORS.index(format.factors_in),
             low=low,
             high=high,
             flipped=format.flipped,
@@ -156,9 +158,18 @@ def _half_of_exponent(exponent):
 @leaf
 def _factor(f, x, array, group):
     """The int8 of a group in an array."""
-    if not f.has_6_bit_factors:
-        return int8s(x, f.arrays * f.groups)[array * f.groups + group]
-    stored, own = int8s(x, 12), 4 * array
+    stored = int8s(x, f.arrays * f.groups)
+    if f.factors_in == OF_Q2_K:
+        return (stored[group] >> 4 * array) & 15
+    if f.factors_in == OF_Q3_K:
+        low = (stored[group % 8] >> 4 * (group // 8)) & 15
+        return (low | ((stored[8 + group % 4] >> 2 * (group // 4)) & 3) << 4) - 32
+    if f.factors_in == OF_IQ4_XS:
+        low = (stored[2 + group // 2] >> 4 * (group % 2)) & 15
+        return (low | ((stored[group // 4] >> 2 * (group % 4)) & 3) << 4) - 32
+    if f.factors_in != OF_Q4_K:
+        return stored[array * f.groups + group]
+    own = 4 * array
     if group < 4:
         return stored[own + group] & 63
     return ((stored[group + 4] >> own) & 15) | (((stored[own + group - 4] >> 6) & 3) << 4)
