@@ -18,7 +18,7 @@ from torch import Tensor
 
 from examples.benchmarks.peers.random_gguf import add_value
 from tests.models.checkpoints import make_model
-from tests.models.gguf_k_blocks import quantize_k
+from tests.models.gguf_k_blocks import WRITERS, quantize_k
 from tests.models.gguf_metadata import sizes_of
 
 # Hugging Face model types whose name in llama.cpp is another one.
@@ -214,7 +214,7 @@ class Gguf:
         if kind is Kind.F32:
             writer.add_tensor(own, values.numpy())
             return values
-        quantize = quantize_k if kind in (Kind.Q4_K, Kind.Q6_K) else gguf.quants.quantize
+        quantize = quantize_k if kind in WRITERS else gguf.quants.quantize
         data = quantize(values.numpy(), kind)
         writer.add_tensor(own, data, raw_dtype=kind)
         return torch.from_numpy(gguf.quants.dequantize(data, kind))

@@ -7,15 +7,16 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
+from engine.worker.weights.formats.llama_cpp import IQ4
+
 BLOCK = 256
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 
 def quantize_k(values: Floats, kind: Kind) -> Bytes:
-    """Rows of a multiple of 256 floats as rows of blocks: Q4_K or Q6_K."""
-    blocks = values.reshape(-1, BLOCK)
-    packed = {Kind.Q4_K: _q4_k, Kind.Q6_K: _q6_k}[kind](blocks)
+    """Rows of a multiple of 256 floats as rows of blocks of one of `WRITERS`."""
+    packed = WRITERS[kind](values.reshape(-1, BLOCK))
     return packed.reshape(len(values), -1)
 
 
@@ -58,3 +59,21 @@ def _q6_k(blocks: Floats) -> Bytes:
     pairs = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
     parts = [nibbles.reshape(-1, 128), pairs.reshape(-1, 64), factors.view(np.uint8), scale_bytes]
     return np.concatenate(parts, axis=1)
+
+
+def _iq4_xs(blocks: Floats) -> Bytes:
+    """float16 scale, 2 bytes of high 2 bits of factors and 4 of low 4 bits, 128 bytes of codes."""
+    groups, table = blocks.reshape(-1, 8, 32), np.array(IQ4, np.float32)
+    largest = np.abs(groups).max(axis=2) / table.max()
+    scale_bytes, scale = _halves(largest.max(axis=1) / 31)
+    factors = np.clip(np.rint(largest / scale), 1, 31).astype(np.uint8)
+    numbers = groups / (factors * scale)[..., None]
+    codes = np.abs(numbers[..., None] - table).argmin(axis=3).astype(np.uint8)
+    stored = (factors + 32).reshape(-1, 4, 2)
+    low = (stored[..., 0] & 15) | (stored[..., 1] & 15) << 4
+    high = (stored >> 4).reshape(-1, 2, 4) << np.arange(0, 8, 2, dtype=np.uint8)
+    body = (codes[..., :16] | codes[..., 16:] << 4).reshape(-1, 128)
+    return np.concatenate([scale_bytes, high.sum(axis=2, dtype=np.uint8), low, body], axis=1)
+
+
+WRITERS = {Kind.Q4_K: _q4_k, Kind.Q6_K: _q6_k, Kind.IQ4_XS: _iq4_xs}

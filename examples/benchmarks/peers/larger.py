@@ -50,6 +50,8 @@ class Format(NamedTuple):
     bits: float
 
 
+Q3_K_S = Format("", "q3_k_s", "", "", 4.6)
+IQ4_XS = Format("", "iq4_xs", "", "", 4.4)
 Q4_K_M = Format("", "q4_k_m", "", "", 4.9)
 Q4_0 = Format("int4", "q4_0", "int4", "w4a16", 4.5)
 INT8 = Format("int8", "q8_0", "int8", "w8a8", 8.5)
@@ -67,7 +69,7 @@ class Model:
 
 
 MODELS = (
-    Model("Qwen3-4B", 4.02, (Q4_K_M, Q4_0, INT8, BFLOAT16)),
+    Model("Qwen3-4B", 4.02, (Q3_K_S, IQ4_XS, Q4_K_M, Q4_0, INT8, BFLOAT16)),
     Model("Qwen3.5-4B", 4.21, (Q4_K_M, Q4_0, INT8, BFLOAT16)),
     Model("Llama-3.1-8B", 8.03, (Q4_K_M, Q4_0, INT8, BFLOAT16)),
     Model("Qwen3-30B-A3B", 30.5, (Q4_K_M, Q4_0)),

@@ -60,6 +60,18 @@ def _q4_k(rng: np.random.Generator, blocks: Bytes) -> None:
     blocks[:, 12:16] = (factors[:, 4:] & 15) * 17
 
 
+def _q3_k(rng: np.random.Generator, blocks: Bytes) -> None:
+    """Factors of 16 to 31: 48 to 63, less 32."""
+    blocks[:, 104:108] = 0xFF
+    _put_halves(blocks, 108, _signed(rng, len(blocks), DEVIATION / (8 / 12**0.5) / 24))
+
+
+def _iq4_xs(rng: np.random.Generator, blocks: Bytes) -> None:
+    """The same factors, of numbers with a mean square of 67²."""
+    blocks[:, 2:4] = 0xFF
+    _put_halves(blocks, 0, _signed(rng, len(blocks), DEVIATION / 67 / 24))
+
+
 def _mxfp4(rng: np.random.Generator, blocks: Bytes) -> None:
     """Scales are powers of two: 2^-8 and 2^-7 in this share give the deviation."""
     blocks[:, 0] = rng.choice(np.array((119, 120), np.uint8), len(blocks), p=(0.32, 0.68))
@@ -78,8 +90,10 @@ def _bfloat16(rng: np.random.Generator, blocks: Bytes) -> None:
 WRITERS: Mapping[Kind, Callable[[np.random.Generator, Bytes], None]] = {
     Kind.Q4_0: _one_scale(16),
     Kind.Q8_0: _one_scale(256),
+    Kind.Q3_K: _q3_k,
     Kind.Q4_K: _q4_k,
     Kind.Q6_K: _q6_k,
+    Kind.IQ4_XS: _iq4_xs,
     Kind.MXFP4: _mxfp4,
     Kind.BF16: _bfloat16,
     Kind.F32: _float32,

@@ -2,9 +2,10 @@
 
     python -m examples.benchmarks.peers.random_gguf SHAPE FORMAT PATH
 
-FORMAT is q4_0, q4_k_m, q8_0, bf16 or mxfp4; its types of tensors are those that llama-quantize
-chooses, in mxfp4 those of gpt-oss: its experts in 4 bits, all else in 8. One tensor is in memory at
-a time. The vocabulary has bytes, and pairs and triples of letters and digits. RoPE is not scaled.
+FORMAT is q3_k_s, iq4_xs, q4_0, q4_k_m, q8_0, bf16 or mxfp4; its types of tensors are those that
+llama-quantize chooses, in mxfp4 those of gpt-oss: its experts in 4 bits, all else in 8. One tensor
+is in memory at a time. The vocabulary has bytes, and pairs and triples of letters and digits. RoPE
+is not scaled.
 """
 
 import argparse
@@ -51,6 +52,8 @@ KEYS = {
     "ssm.time_step_rank": "linear_num_value_heads",
 }
 FORMATS = {
+    "q3_k_s": Kind.Q3_K,
+    "iq4_xs": Kind.IQ4_XS,
     "q4_0": Kind.Q4_0,
     "q4_k_m": Kind.Q4_K,
     "q8_0": Kind.Q8_0,

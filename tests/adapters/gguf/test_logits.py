@@ -13,6 +13,7 @@ from tests.engine.worker.cuda.standing import load_stored
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import LLAMA3_ROPE, LONGROPE, YARN
 from tests.models.gguf_files import Gguf
+from tests.models.gguf_k_blocks import WRITERS
 from tests.models.loras import logits_of
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
@@ -87,12 +88,10 @@ def test_every_family_gives_the_original_logits(tmp_path: Path, variant: str) ->
     assert (found(path) - logits_of(model, TOKENS)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    "kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1, Kind.Q4_K, Kind.Q6_K]
-)
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1, *WRITERS])
 def test_every_tensor_type_is_dequantized_exactly(tmp_path: Path, kind: Kind) -> None:
     path = tmp_path / "model.gguf"
-    sizes = WIDER if kind in (Kind.Q4_K, Kind.Q6_K) else WIDE
+    sizes = WIDER if kind in WRITERS else WIDE
     model = Gguf("llama", kind, changes=sizes).write(path)
     assert (found(path, weights="float32") - logits_of(model, TOKENS)).abs().max() < 1e-4
 
@@ -111,12 +110,12 @@ def test_experts_are_computed_as_stored(tmp_path: Path, variant: str) -> None:
 
 
 def test_the_linears_of_a_mixed_file_are_computed_in_their_own_formats(tmp_path: Path) -> None:
-    """As in files that llama-quantize calls Q4_K_M: some matrices are Q6_K."""
+    """As in files that llama-quantize calls Q4_K_M, in which some matrices are Q6_K."""
     path = tmp_path / "model.gguf"
-    kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "attn_output": Kind.Q4_0}
+    kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.IQ4_XS, "attn_output": Kind.Q4_0}
     model = Gguf("llama", Kind.Q4_K, kinds=kinds, changes=WIDER).write(path)
     worker = load_worker(path, attention="cpu", activation_bits="14")
-    assert worker.report.weights == "int4+q4_k+q6_k (14-bit activations)"
+    assert worker.report.weights == "int4+iq4_xs+q4_k+q6_k (14-bit activations)"
     logits = logits_of(model, TOKENS)
     assert (Driver(worker).logits((0, TOKENS))[0] - logits).abs().max() < 5e-3 * logits.std()
     on_gpu = load_stored(path)

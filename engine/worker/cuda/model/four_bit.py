@@ -1,4 +1,4 @@
-"""Linear layers on a GPU whose weights stay in 4 bits, from all formats that have 4-bit codes.
+"""Linear layers on a GPU whose weights stay in 4 bits, from most formats that have 4-bit codes.
 
 Up to 256 rows one kernel reads the codes, and decodes them again for each 64 rows. For more rows
 the weight is unpacked to 16 bits once and multiplied as floats: 0.5 bytes per weight are read and 2
@@ -20,9 +20,15 @@ from engine.worker.cuda.model.linears import PLAIN, FastProducts, FloatLinear, d
 from engine.worker.ports import Weight
 from engine.worker.weights.formats import LAYOUTS
 from engine.worker.weights.formats.grouped import GroupedWeight, scales_and_offsets
-from engine.worker.weights.formats.int4 import MIDDLE, quantize
+from engine.worker.weights.formats.int4 import GROUP, MIDDLE, quantize
+from engine.worker.weights.formats.mxfp4 import MXFP4
 
-FORMATS_IN_4_BITS = frozenset(name for name, layout in LAYOUTS.items() if layout.bits == 4)
+# What the kernels decode: groups of 32 inputs or more, of integers or of MXFP4
+FORMATS_IN_4_BITS = frozenset(
+    name
+    for name, layout in LAYOUTS.items()
+    if layout.bits == 4 and layout.group >= GROUP and layout.codes in ((), MXFP4.codes)
+)
 HALVES = (torch.bfloat16, torch.float16)  # what the kernels multiply with
 ELEMENTS_AT_ONCE = 1 << 24  # so many are packed together
 MAX_UNPACKED_BYTES = 256 << 20  # so many are unpacked at a time
