@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,16 @@ from pathlib import Path
 
 NEW_SUFFIX = ".new"  # ends the name of a file that is being written
 WRITE_BYTES = 64 << 20  # bytes that are written at a time
+
+
+def split_files(path: Path) -> list[Path]:
+    """The file, or all files of a GGUF model of which it is the first, as llama-gguf-split names
+    them: `NAME-00001-of-00003.gguf`."""
+    first = re.fullmatch(r"(.*)-00001-of-(\d{5})(\.gguf)", path.name)
+    if first is None:
+        return [path]
+    name, count, suffix = first.groups()
+    return [path.with_name(f"{name}-{n:05}-of-{count}{suffix}") for n in range(1, 1 + int(count))]
 
 
 def new_file(folder: Path) -> tuple[int, str]:

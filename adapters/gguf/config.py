@@ -39,8 +39,6 @@ def read_config(file: GgufFile) -> dict[str, object]:
     if name is None or architecture is None:
         known = ", ".join(ARCHITECTURES)
         raise file.error(f"general.architecture {name!r} is not supported; known: {known}")
-    if (file.integer("split.count") or 1) > 1:
-        raise file.error("split.count: a model in several files is not supported; merge them")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise file.error("tensor token_embd.weight is missing")
@@ -142,5 +140,7 @@ def _factors(file: GgufFile, name: str) -> list[float]:
     entry = file.tensors[name]
     if entry.kind is not GGMLQuantizationType.F32:
         raise file.error(f"tensor {name} is {entry.kind.name}; only F32 is supported")
-    found = np.frombuffer(file.data, np.float32, int(np.prod(entry.shape)), entry.start)
+    found = np.frombuffer(
+        file.parts[entry.part].data, np.float32, int(np.prod(entry.shape)), entry.start
+    )
     return [float(each) for each in found]

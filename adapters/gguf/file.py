@@ -17,12 +17,13 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from engine.errors import StartupError
+from engine.files import split_files
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes between the starts of tensors, unless general.alignment is set
 MAX_DIMENSIONS = 4
-MAX_INDICES = 4
+MAX_INDICES = 64
 
 _NUMBERS = {
     GGUFValueType.UINT8: "B",
@@ -46,6 +47,7 @@ class TensorEntry:
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
     start: int  # byte offset in the file
+    part: int = 0  # which of the model's files
 
     @property
     def row_bytes(self) -> int:
@@ -118,11 +120,25 @@ class _Cursor:
 
 
 class GgufFile:
-    """A memory-mapped file with an index of its metadata and tensors."""
+    """A memory-mapped file with an index of its metadata and tensors.
 
-    def __init__(self, path: Path) -> None:
-        """Raises `StartupError` if the file is not a complete GGUF file."""
+    The metadata of a model in several files is in the first one.
+    """
+
+    def __init__(self, path: Path, part: int = 0) -> None:
+        """Raises `StartupError` if the file is not a complete GGUF file or not this part of a
+        model, or if another part is missing."""
         self.path = path
+        self.tensors = self._open(path)
+        self.parts = [self]  # the model's files
+        for number, each in enumerate(self._check_split(part)[1:], 1):
+            other = GgufFile(each, number)
+            placed = {name: replace(entry, part=number) for name, entry in other.tensors.items()}
+            self.tensors = self.tensors | placed
+            self.parts.append(other)
+
+    def _open(self, path: Path) -> dict[str, TensorEntry]:
+        """Map the file; returns its tensors."""
         try:
             with path.open("rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -132,16 +148,27 @@ class GgufFile:
         state = (path.absolute(), stat.st_size, stat.st_mtime_ns, stat.st_ino)
         found = _indices.get(state)
         # The byte offset of each value of the metadata, and the tensors
-        self._values, self.tensors = found or ({}, {})
+        self._values, tensors = found or ({}, {})
         if found is not None:
-            return
+            return tensors
         try:
-            self.tensors = self._read()
+            tensors = self._read()
         except (struct.error, KeyError, ValueError, OverflowError) as error:
             raise StartupError(f"{path} is not a complete GGUF file: {error}") from error
-        _indices[state] = self._values, self.tensors
+        _indices[state] = self._values, tensors
         while len(_indices) > MAX_INDICES:
             del _indices[next(iter(_indices))]
+        return tensors
+
+    def _check_split(self, part: int) -> list[Path]:
+        """The files of the model whose first one this is; otherwise the file itself."""
+        paths, count = split_files(self.path), self.integer("split.count") or 1
+        if (self.integer("split.no") or 0) != part or (part == 0 and len(paths) != count):
+            raise self.error(
+                f"split.count: this is one of a model's {count} files, and not number {part + 1}; "
+                f"the one whose name ends with -00001-of-{count:05}.gguf stands for all of them"
+            )
+        return paths
 
     @property
     def keys(self) -> tuple[str, ...]:

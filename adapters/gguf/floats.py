@@ -17,7 +17,8 @@ def stored_rows(file: GgufFile, entry: TensorEntry, rows: range) -> Tensor:
     start, num_bytes = entry.start + rows.start * entry.row_bytes, len(rows) * entry.row_bytes
     if not num_bytes:
         return torch.empty((len(rows), 0), dtype=torch.uint8)
-    found = torch.frombuffer(file.data, dtype=torch.uint8, count=num_bytes, offset=start)
+    data = file.parts[entry.part].data
+    found = torch.frombuffer(data, dtype=torch.uint8, count=num_bytes, offset=start)
     return found.view(len(rows), entry.row_bytes)
 
 
@@ -36,5 +37,5 @@ def read_floats(file: GgufFile, entry: TensorEntry, rows: range) -> Tensor:
 
 
 def drop(file: GgufFile) -> None:
-    """Release the file's pages read so far from this process's memory."""
-    drop_pages([torch.frombuffer(file.data, dtype=torch.uint8)])
+    """Release the pages read so far of the model's files from this process's memory."""
+    drop_pages([torch.frombuffer(each.data, dtype=torch.uint8) for each in file.parts])

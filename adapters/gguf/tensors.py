@@ -98,7 +98,7 @@ class GgufTensors:
 
     @property
     def files(self) -> Sequence[Path]:
-        return (self._file.path,)
+        return [each.path for each in self._file.parts]
 
     @property
     def matrix_kinds(self) -> Set[Kind]:
@@ -275,7 +275,8 @@ def split_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         for number in range(count * len(stems)):
             expert, part = divmod(number, len(stems))
             start = entry.start + number * entry.num_bytes // (count * len(stems))
-            found[f"{stems[part]}.{expert}.{kind}"] = TensorEntry(entry.kind, tuple(shape), start)
+            own = replace(entry, shape=tuple(shape), start=start)
+            found[f"{stems[part]}.{expert}.{kind}"] = own
     return found
 
 

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
 
 from adapters.gguf import is_gguf
 from engine.errors import StartupError
+from engine.files import split_files
 
 DOWNLOADED = (
     "*.safetensors",
@@ -41,7 +42,9 @@ def download(model: str) -> Path:
     repository, _, file = model.partition(":")
     try:
         if is_gguf(Path(file)):
-            return Path(hf_hub_download(repository, file))
+            names = [each.as_posix() for each in split_files(Path(file))]
+            first, *_ = [Path(hf_hub_download(repository, name)) for name in names]
+            return first
         path: str = snapshot_download(
             model, allow_patterns=list(DOWNLOADED), ignore_patterns=list(NOT_DOWNLOADED)
         )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from engine.files import split_files
 from gateway.settings.flags import Parser
 from gateway.settings.model import BUILTIN_MODEL
 
@@ -100,10 +101,13 @@ def _models(name: str, files: Iterable[Path], folder: Path) -> Iterator[LocalMod
         families = importlib.import_module("adapters.models").FAMILIES
         size = sum(each.stat().st_size for each in checkpoint)
         yield LocalModel(name, architecture or "unknown", size, architecture in families)
+    others = {part for file in weights for part in split_files(file)[1:]}
     for file in weights:
-        if file.suffix == ".gguf" and not file.name.startswith("mmproj"):  # image encoders
-            path = str(file) if Path(name).exists() else f"{name}:{file.name}"
-            yield LocalModel(path, "GGUF", file.stat().st_size, is_supported=True)
+        if file in others or file.suffix != ".gguf" or file.name.startswith("mmproj"):
+            continue  # further files of a model, and image encoders
+        path = str(file) if Path(name).exists() else f"{name}:{file.name}"
+        size = sum(each.stat().st_size for each in split_files(file) if each.exists())
+        yield LocalModel(path, "GGUF", size, is_supported=True)
 
 
 def _architecture(config: Path) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import StartupError
+from engine.files import split_files
 from engine.transport.process_memory import available_bytes
 from engine.worker_settings import WEIGHT_BYTES, WorkerReport
 from gateway.serve.cores import count_replicas
@@ -79,7 +80,7 @@ def weight_bytes(settings: Settings) -> int:
         path = Path(str(files("adapters").joinpath("builtin")))
     if path.is_file():
         mmproj = projector_file(settings, path)  # GGUF: its formats are computed with as they are
-        return sum(each.stat().st_size for each in (path, mmproj) if each is not None)
+        return sum(each.stat().st_size for each in (*split_files(path), mmproj) if each is not None)
     checkpoint = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     size = sum(each.stat().st_size for each in checkpoint)
     stored = _stored_dtype(checkpoint[0]) if checkpoint else None

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from platformdirs import user_cache_path
 
-from engine.files import replace_file
+from engine.files import replace_file, split_files
 from gateway.settings.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def model_facts(directory: Path) -> dict[str, object]:
     """The facts that identify a checkpoint: its config and the sizes of its weight files, so that
     no large file is read."""
     config = directory / "config.json"
-    files = [directory] if directory.is_file() else directory.glob("*.safetensors")
+    files = split_files(directory) if directory.is_file() else directory.glob("*.safetensors")
     weights = sorted((path.name, path.stat().st_size) for path in files)
     return {
         "model": str(directory.resolve()),

@@ -57,6 +57,7 @@ class Gguf:
     without: frozenset[str] = frozenset()
     changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
     extra: dict[str, Tensor] = field(default_factory=dict)  # tensors beside the model's
+    tensors_of_a_file: int = 0  # more go to further files; 0: all are in one
 
     def write(self, path: Path) -> Any:
         """Write the file; returns transformers' model with what the file's tensors stand for."""
@@ -69,7 +70,7 @@ class Gguf:
         family = model.config.model_type
         architecture = ARCHITECTURES.get(family, family)
         model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's head size
-        writer = gguf.GGUFWriter(path, architecture)
+        writer = gguf.GGUFWriter(path, architecture, split_max_tensors=self.tensors_of_a_file)
         values = sizes_of(model.config, architecture) | (
             {} if self.tokenizer is None else _byte_level(self.tokenizer, self.pre)
         )

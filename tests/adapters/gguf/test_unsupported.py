@@ -99,15 +99,22 @@ def test_a_file_of_another_format_is_rejected(tmp_path: Path) -> None:
         Checkpoint.open(str(tmp_path / "model.gguf"))
 
 
-def test_one_file_of_a_hub_id_is_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "names", [["tiny.gguf"], [f"q8/tiny-0000{number}-of-00003.gguf" for number in (1, 2, 3)]]
+)
+def test_the_files_of_one_model_of_a_hub_id_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
-    path = tmp_path / "tiny.gguf"
-    path.write_text("")
+    downloaded = []
 
     def download(repository: str, file: str) -> str:
-        assert (repository, file) == ("someone/some-model", "tiny.gguf")
+        assert repository == "someone/some-model"
+        downloaded.append(file)
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
         return str(path)
 
     monkeypatch.setattr("adapters.models.hub.hf_hub_download", download)
-    assert resolve_checkpoint("someone/some-model:tiny.gguf") == path
+    assert resolve_checkpoint(f"someone/some-model:{names[0]}") == tmp_path / names[0]
+    assert downloaded == names
