@@ -121,7 +121,7 @@ def tolerance_of(name: str, case: Case) -> float:
     kernel = paged_kernels.attend_kernel(
         dtype_code(case.dtype), case.group, case.head_dim, case.block_size
     )
-    if name == "cpu" and kernel is paged_kernels.attend_bfloat16_in_pairs:
+    if name == "cpu" and kernel in paged_kernels.BY_DTYPE_IN_PAIRS.values():
         return 2e-2
     by_amx = name == "cpu" and kernel in paged_kernels.BY_DTYPE_AND_AMX.values()
     return 4e-4 if by_amx else 2e-5

@@ -16,7 +16,7 @@ from engine.worker_settings import WEIGHT_BYTES, WorkerReport
 
 # Products of bfloat16 numbers for one of attention, at least, by the dtype of the cache: AMX
 # computes two for bfloat16, AVX-512 BF16 one.
-SPLIT_PRODUCTS = {"float16": 3, "bfloat16": 1}
+SPLIT_PRODUCTS = {"float16": 3, "bfloat16": 1, "int8": 1}
 LOGIT_BYTES = 4
 MAX_KV_BYTES = 4  # bytes of a key or value element
 

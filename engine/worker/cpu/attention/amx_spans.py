@@ -51,7 +51,7 @@ def _split_keys(cache, pages, at, seen, end, dim, panel, copy):
     keys, step = page_at(pages, at // size) + at % size * ITEM, size * ITEM
     ahead = page_at(pages, then // size) + then % size * ITEM
     if at % size + LANES > size:
-        copy_keys(pages, at, seen, end, dim, copy)
+        copy_keys(cache, pages, at, seen, end, dim, copy)
         keys, step, ahead = copy, LANES * ITEM, copy
     for d in range(0, dim, BLOCK):
         for i in range(LANES):

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from numba import njit
 
-from engine.worker.cpu.intrinsics import int16s, int64s
+from engine.worker.cpu.intrinsics import float32s, int8s, int16s, int64s
+from engine.worker.cpu.kernels.dtypes import ITEM_BYTES, WITH_SCALES
+from engine.worker.cpu.kernels.elementwise import BYTES
 from engine.worker.cpu.kernels.vectors import LANES
 from engine.worker.cpu.operands import make_reader, operands
 
@@ -54,13 +56,41 @@ def page_at(pages, number):
     return pages.base + block * pages.page_bytes
 
 
+class Keys(NamedTuple):
+    """Addresses of 16 keys of a page."""
+
+    address: int
+    scales: int
+    ahead: int  # how far ahead keys are prefetched
+
+
 @njit(inline="always")
-def copy_keys(pages, at, seen, end, dim, copy):
-    """Copy 16 keys of 16 bits from token `at` on, of those in [seen, end), from their pages to
-    `[dim, 16]` at an address."""
-    size = pages.block_size
+def keys_at(dtype, pages, at, distance):
+    """The keys of 16 tokens of the request from token `at` on, which are on one page; prefetches
+    those `distance` tokens further."""
+    number, offset = at // pages.block_size, at % pages.block_size
+    then, then_offset = (at + distance) // pages.block_size, (at + distance) % pages.block_size
+    block = int64s(pages.table + number * 8, 1)[0]
+    return Keys(
+        pages.base + block * pages.page_bytes + offset * ITEM_BYTES[dtype],
+        pages.scales + block * pages.scale_bytes + offset * BYTES,
+        page_at(pages, then) + then_offset * ITEM_BYTES[dtype],
+    )
+
+
+@njit(inline="always")
+def copy_keys(dtype, pages, at, seen, end, dim, copy):
+    """Copy 16 keys from token `at` on, of those in [seen, end), from their pages to `[dim, 16]` at
+    an address, and their scales behind them."""
+    item, scales = ITEM_BYTES[dtype], copy + dim * LANES * ITEM_BYTES[dtype]
     for token in range(max(at, seen), min(at + LANES, end)):
-        source = page_at(pages, token // size) + token % size * ITEM
+        key, lane = keys_at(dtype, pages, token, 0), token - at
         for d in range(dim):
-            place = copy + (d * LANES + token - at) * ITEM
-            int16s(place, 1)[0] = int16s(source + d * size * ITEM, 1)[0]
+            source = key.address + d * pages.block_size * item
+            place = copy + (d * LANES + lane) * item
+            if item == 1:
+                int8s(place, 1)[0] = int8s(source, 1)[0]
+            else:
+                int16s(place, 1)[0] = int16s(source, 1)[0]
+        if dtype in WITH_SCALES:
+            float32s(scales, LANES)[lane] = float32s(key.scales, 1)[0]

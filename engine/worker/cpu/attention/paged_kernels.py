@@ -36,6 +36,7 @@ from engine.worker.cpu.kernels.dtypes import (
     FLOAT32,
     HAS_BFLOAT16_PAIRS,
     INT8,
+    INT8_PAIRS,
     ITEM_BYTES,
 )
 from engine.worker.cpu.kernels.elementwise import BYTES
@@ -197,6 +198,11 @@ def attend_int8(operands, chunk, thread):
     _attend_by_vectors(operands, chunk, thread, INT8)
 
 
+def attend_int8_in_pairs(operands, chunk, thread):
+    """The same by AVX-512 BF16, like `attend_bfloat16_in_pairs`."""
+    _attend_by_vectors(operands, chunk, thread, INT8_PAIRS)
+
+
 def attend_float16_by_amx(operands, chunk, thread):
     """`AttentionOperands` with a float16 cache, whose heads have a multiple of 64 dimensions."""
     _attend_by_amx(operands, chunk, thread, FLOAT16)
@@ -224,6 +230,7 @@ def merge_partials(operands, chunk, thread):
 
 
 BY_DTYPE = (attend_float32, attend_float16, attend_bfloat16, attend_int8)
+BY_DTYPE_IN_PAIRS = {BFLOAT16: attend_bfloat16_in_pairs, INT8: attend_int8_in_pairs}
 BY_DTYPE_AND_AMX = {FLOAT16: attend_float16_by_amx, BFLOAT16: attend_bfloat16_by_amx}
 
 
@@ -238,6 +245,6 @@ def attend_kernel(
     """
     if HAS_AMX and group >= MIN_GROUP and dim % WIDTH == 0 and dtype in BY_DTYPE_AND_AMX:
         return BY_DTYPE_AND_AMX[dtype]
-    if HAS_BFLOAT16_PAIRS and dtype == BFLOAT16 and dim % VALUE_WIDTH == block_size % 2 == 0:
-        return attend_bfloat16_in_pairs
+    if HAS_BFLOAT16_PAIRS and dim % VALUE_WIDTH == block_size % 2 == 0:
+        return BY_DTYPE_IN_PAIRS.get(dtype, BY_DTYPE[dtype])
     return BY_DTYPE[dtype]

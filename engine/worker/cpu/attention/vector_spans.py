@@ -1,18 +1,16 @@
 """Scores and weighted values of a span by vector registers, for a cache in any dtype.
 
 Keys and values are read in place: a page is multiplied while the next one is prefetched. With
-AVX-512 BF16 those of a bfloat16 cache are multiplied in pairs, neighbours in a key's dimensions or
-in the tokens of a block, with queries and weights that are rounded to bfloat16. The functions have
-the arguments of those of `amx_spans`.
+AVX-512 BF16 those of a bfloat16 or int8 cache are multiplied in pairs, neighbours in a key's
+dimensions or in the tokens of a block, with queries and weights that are rounded to bfloat16. The
+functions have the arguments of those of `amx_spans`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-from typing import NamedTuple
-
 import numpy as np
 from numba import njit
 
-from engine.worker.cpu.attention.kv_pages import copy_keys, page_at
+from engine.worker.cpu.attention.kv_pages import Keys, copy_keys, keys_at, page_at
 from engine.worker.cpu.attention.softmax import SCORES, SPAN, clear, rescale
 from engine.worker.cpu.attention.tiles import (
     HAS_TWO_TILES,
@@ -29,16 +27,16 @@ from engine.worker.cpu.attention.tiles import (
 )
 from engine.worker.cpu.intrinsics import float32s, fma_one, int64s
 from engine.worker.cpu.kernels.dtypes import (
-    BFLOAT16_PAIRS,
-    INT8,
+    IN_PAIRS,
     ITEM_BYTES,
+    WITH_SCALES,
     convert_to_bfloat16_lanes,
     load_one,
 )
 from engine.worker.cpu.kernels.elementwise import BYTES
 from engine.worker.cpu.kernels.vectors import LANES
 
-WEIGHT_BYTES = (4, 4, 4, 4, 2)  # bytes of a softmax weight, by dtype
+WEIGHT_BYTES = (4, 4, 4, 4, 2, 2)  # bytes of a softmax weight, by dtype
 
 _value_tile = make_value_tile(VALUE_ROWS, VALUE_WIDTH)
 _narrow_value_tile = make_value_tile(1, LANES)
@@ -57,7 +55,7 @@ def _score_one(dtype, keys, key_stride, scales, q, dim, scores, rows):
         for d in range(dim):
             key = load_one(dtype, keys + d * key_stride * ITEM_BYTES[dtype])
             total = fma_one(key, line[d], total)
-        if dtype == INT8:
+        if dtype in WITH_SCALES:
             total *= float32s(scales, 1)[0]
         float32s(scores + row * SCORES * BYTES, 1)[0] = total
 
@@ -70,7 +68,7 @@ def _find_runs(dtype, pages, stride, start, end, found):
     while at < end:
         number, offset = at // pages.block_size, at % pages.block_size
         count, line = min(end - at, pages.block_size - offset), row_bytes
-        if dtype == BFLOAT16_PAIRS and count % 2 != 0:
+        if dtype in IN_PAIRS and count % 2 != 0:
             count, line = (count - 1, row_bytes) if count > 1 else (2, 0)
         run = int64s(found + num_runs * RUN_BYTES, RUN_ITEMS)
         run[0], run[1], run[2] = page_at(pages, number) + offset * row_bytes, line, count
@@ -109,28 +107,6 @@ def _weigh_rows(dtype, weights, runs, num_runs, out, dim, rows):
                     total = fma_one(value, row_weights[t], total)
                     t += 1
             rest[i] = total
-
-
-class Keys(NamedTuple):
-    """Addresses of 16 keys of a page."""
-
-    address: int
-    scales: int
-    ahead: int  # how far ahead keys are prefetched
-
-
-@njit(inline="always")
-def _keys_at(dtype, pages, at, distance):
-    """The keys of 16 tokens of the request from token `at` on, which are on one page; prefetches
-    those `distance` tokens further."""
-    number, offset = at // pages.block_size, at % pages.block_size
-    then, then_offset = (at + distance) // pages.block_size, (at + distance) % pages.block_size
-    block = int64s(pages.table + number * 8, 1)[0]
-    return Keys(
-        pages.base + block * pages.page_bytes + offset * ITEM_BYTES[dtype],
-        pages.scales + block * pages.scale_bytes + offset * BYTES,
-        page_at(pages, then) + then_offset * ITEM_BYTES[dtype],
-    )
 
 
 @njit(inline="always")
@@ -175,27 +151,28 @@ def score_span(dtype, pages, seen, start, end, q, dim, scores, rows, scratch):
     """Scores of all rows against the keys of [start, end). A tile may run over the end, but stays
     on its page."""
     at, size = start, pages.block_size
-    if dtype == BFLOAT16_PAIRS:
+    if dtype in IN_PAIRS:
         _round_rows(q, dim * BYTES, dim, rows, scratch)
         q, copy = scratch, scratch + rows * dim * BYTES
     while at < end:
         after, out = at + KEYS, scores + (at - start) * BYTES
-        if dtype == BFLOAT16_PAIRS and at % size + KEYS > size:
-            copy_keys(pages, at, seen, end, dim, copy)
-            _score_rows(dtype, KEYS, Keys(copy, copy, copy), q, dim, out, rows)
+        if dtype in IN_PAIRS and at % size + KEYS > size:
+            copy_keys(dtype, pages, at, seen, end, dim, copy)
+            scales = copy + dim * KEYS * ITEM_BYTES[dtype]
+            _score_rows(dtype, KEYS, Keys(copy, scales, copy), q, dim, out, rows)
             at += KEYS
         elif at % size + KEYS > size:
-            key = _keys_at(dtype, pages, at, 0)
+            key = keys_at(dtype, pages, at, 0)
             _score_one(dtype, key.address, size, key.scales, q, dim, out, rows)
             at += 1
         elif HAS_TWO_TILES and after < end and after % size + KEYS <= size:
             distance = max(size, 2 * KEYS)
-            keys = _keys_at(dtype, pages, at, distance)
-            next_keys = _keys_at(dtype, pages, after, distance)
+            keys = keys_at(dtype, pages, at, distance)
+            next_keys = keys_at(dtype, pages, after, distance)
             _score_rows_of_two(dtype, size, keys, next_keys, q, dim, out, rows)
             at += 2 * KEYS
         else:
-            keys = _keys_at(dtype, pages, at, size)
+            keys = keys_at(dtype, pages, at, size)
             _score_rows(dtype, size, keys, q, dim, out, rows)
             at += KEYS
 
@@ -216,9 +193,9 @@ def _rescale_weights(pages, start, end, weights, rows):
 @njit(inline="always")
 def weigh_span(dtype, pages, stride, seen, start, end, weights, dim, out, rows, scratch):
     """The values of [start, end), each times its softmax weight, summed per row."""
-    if dtype == INT8:
+    if dtype in WITH_SCALES:
         _rescale_weights(pages, start, end, weights, rows)
-    if dtype == BFLOAT16_PAIRS:
+    if dtype in IN_PAIRS:
         length = end - start
         for row in range(rows):
             clear(weights + (row * SCORES + length) * BYTES, length % 2)

@@ -16,9 +16,11 @@ from engine.worker.cpu.features import has
 from engine.worker.cpu.intrinsics import FLOAT, INT32, int64
 from engine.worker.cpu.kernels.vectors import LANES, call
 
-FLOAT32, FLOAT16, BFLOAT16, INT8, BFLOAT16_PAIRS = range(5)
+FLOAT32, FLOAT16, BFLOAT16, INT8, BFLOAT16_PAIRS, INT8_PAIRS = range(6)
 NAMES = ("float32", "float16", "bfloat16", "int8")  # by code
-ITEM_BYTES = (4, 2, 2, 1, 2)
+ITEM_BYTES = (4, 2, 2, 1, 2, 1)
+WITH_SCALES = (INT8, INT8_PAIRS)
+IN_PAIRS = (BFLOAT16_PAIRS, INT8_PAIRS)  # multiplied two at a time, as bfloat16
 MAX_FLOAT16 = 65504.0
 # AVX-512 BF16: instructions that multiply pairs of bfloat16 and add to float32, and that round.
 HAS_BFLOAT16_PAIRS = LANES == 16 and has("avx512bf16")
@@ -26,7 +28,7 @@ ADD_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512"
 TO_BFLOAT16 = "llvm.x86.avx512bf16.cvtneps2bf16.512"
 
 INT16, INT8_TYPE, HALF = ir.IntType(16), ir.IntType(8), ir.HalfType()
-ELEMENTS = (FLOAT, HALF, INT16, INT8_TYPE, INT16)
+ELEMENTS = (FLOAT, HALF, INT16, INT8_TYPE, INT16, INT8_TYPE)
 
 
 def dtype_code(dtype: torch.dtype) -> int:
@@ -61,7 +63,7 @@ def load(builder, dtype, address, lanes):
     if dtype in (BFLOAT16, BFLOAT16_PAIRS):
         wide = builder.zext(raw, _like(raw, INT32))
         return builder.bitcast(builder.shl(wide, _constant(wide, 16)), _like(raw, FLOAT))
-    if dtype == INT8:
+    if dtype in WITH_SCALES:
         return builder.sitofp(builder.sext(raw, _like(raw, INT32)), _like(raw, FLOAT))
     return raw
 

@@ -5,10 +5,9 @@ from torch import Tensor
 
 from adapters.attention.reference import ReferenceAttention
 from engine.step import RequestId, Step, StepEntry, StepId
-from engine.worker.cpu.attention import backend
+from engine.worker.cpu.attention import backend, paged_kernels
 from engine.worker.cpu.attention.backend import CpuAttention
-from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
-from engine.worker.cpu.native_formats import MULTIPLIES_BFLOAT16
+from engine.worker.cpu.kernels.dtypes import dtype_code
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES, allocate
 from engine.worker.model.layout import LayoutLimits, build_layout
@@ -113,9 +112,11 @@ def test_outputs_are_those_of_float64(dtype: torch.dtype, window: int | None) ->
     is_seen = (distance >= 0) & (distance < (window or LENGTH))
     weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
     expected = torch.einsum("hqk,kd->qhd", weights, v)
-    by_amx = HAS_AMX and dtype in (torch.float16, torch.bfloat16)
-    in_pairs = MULTIPLIES_BFLOAT16 and dtype is torch.bfloat16
-    near = 2e-4 if by_amx else 5e-3 if in_pairs else 1e-5
+    kernel = paged_kernels.attend_kernel(dtype_code(dtype), HEADS // KV_HEADS, DIM, SIZE)
+    by_amx = kernel in paged_kernels.BY_DTYPE_AND_AMX.values()
+    in_pairs = kernel in paged_kernels.BY_DTYPE_IN_PAIRS.values()
+    rounded = 1e-2 if dtype is torch.int8 else 5e-3  # of a weight of 1, int8's scale is rounded
+    near = 2e-4 if by_amx else rounded if in_pairs else 1e-5
     torch.testing.assert_close(found[some].double(), expected, rtol=0, atol=near)
 
 

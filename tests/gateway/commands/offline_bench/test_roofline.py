@@ -88,7 +88,8 @@ def test_int8_reads_a_quarter_of_the_bytes_and_has_its_own_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "rate"), [("float32", 100.0), ("float16", 300.0), ("bfloat16", 900.0)]
+    ("kv_dtype", "rate"),
+    [("float32", 100.0), ("float16", 300.0), ("bfloat16", 900.0), ("int8", 900.0)],
 )
 def test_attention_is_bounded_by_the_faster_of_floats_and_their_parts(
     kv_dtype: str, rate: float
