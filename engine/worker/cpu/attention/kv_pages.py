@@ -13,7 +13,7 @@ from numba import njit
 from engine.worker.cpu.intrinsics import float32s, int8s, int16s, int64s
 from engine.worker.cpu.kernels.dtypes import ITEM_BYTES, WITH_SCALES
 from engine.worker.cpu.kernels.elementwise import BYTES
-from engine.worker.cpu.kernels.vectors import LANES
+from engine.worker.cpu.kernels.vectors import LANES, LINE, make_prefetch
 from engine.worker.cpu.operands import make_reader, operands
 
 
@@ -33,6 +33,7 @@ class LayerPages(ctypes.Structure):
 
 
 ITEM = 2  # bytes of a number of 16 bits
+prefetch_line = make_prefetch(LINE)
 
 read_layer_pages = make_reader(LayerPages)
 
@@ -76,6 +77,13 @@ def keys_at(dtype, pages, at, distance):
         pages.scales + block * pages.scale_bytes + offset * BYTES,
         page_at(pages, then) + then_offset * ITEM_BYTES[dtype],
     )
+
+
+@njit(inline="always")
+def prefetch_scales(dtype, pages, start, end):
+    """Prefetch the scales of the tokens in [start, end)."""
+    for at in range(start, end, min(pages.block_size, LINE // BYTES)):
+        prefetch_line(keys_at(dtype, pages, at, 0).scales)
 
 
 @njit(inline="always")

@@ -16,7 +16,7 @@ from numba import njit
 
 from engine.worker.cpu.attention import amx_spans, vector_spans
 from engine.worker.cpu.attention.amx_products import BLOCK, WIDTH
-from engine.worker.cpu.attention.kv_pages import KVPages, read_layer_pages
+from engine.worker.cpu.attention.kv_pages import KVPages, prefetch_scales, read_layer_pages
 from engine.worker.cpu.attention.softmax import (
     SCORES,
     SPAN,
@@ -38,6 +38,7 @@ from engine.worker.cpu.kernels.dtypes import (
     INT8,
     INT8_PAIRS,
     ITEM_BYTES,
+    WITH_SCALES,
 )
 from engine.worker.cpu.kernels.elementwise import BYTES
 from engine.worker.cpu.kernels.linears.amx_tiles import release_tiles
@@ -144,6 +145,9 @@ def _attend(operands, chunk, thread, dtype, score, weigh, alignment):
             number = task.partial + (begin - task.low) // SPAN
             partial = a.partials + (number * a.kv_heads + head) * partial_bytes
         stats = partial + max_rows * dim * BYTES
+        if dtype in WITH_SCALES:
+            prefetch_scales(dtype, keys, start, end)
+            prefetch_scales(dtype, values, start, end)
         score(dtype, keys, seen, start, end, scaled, dim, scores, rows, scratch)
         if a.soft_cap != 0.0:
             cap_scores(scores, rows, end - start, np.float32(a.soft_cap))

@@ -13,6 +13,7 @@ from numba import njit
 from engine.worker.cpu.attention.kv_pages import Keys, copy_keys, keys_at, page_at
 from engine.worker.cpu.attention.softmax import SCORES, SPAN, clear, rescale
 from engine.worker.cpu.attention.tiles import (
+    AHEAD,
     HAS_TWO_TILES,
     KEYS,
     RUN_BYTES,
@@ -44,7 +45,7 @@ _narrow_value_tile = make_value_tile(1, LANES)
 
 def scratch_floats(max_rows: int, dim: int) -> int:
     """Floats that a thread needs: rounded queries and a copy of keys, or runs of values."""
-    return max(max_rows * dim + KEYS * dim, (SPAN + RUNS) * RUN_BYTES // BYTES)
+    return max(max_rows * dim + KEYS * dim, (SPAN + max(AHEAD) * RUNS) * RUN_BYTES // BYTES)
 
 
 @njit(inline="always")
@@ -73,7 +74,7 @@ def _find_runs(dtype, pages, stride, start, end, found):
         run = int64s(found + num_runs * RUN_BYTES, RUN_ITEMS)
         run[0], run[1], run[2] = page_at(pages, number) + offset * row_bytes, line, count
         at, num_runs = at + count, num_runs + 1
-    for i in range(RUNS):
+    for i in range(RUNS * AHEAD[dtype]):
         run = int64s(found + (num_runs + i) * RUN_BYTES, RUN_ITEMS)
         run[0] = page_at(pages, (at + pages.block_size - 1) // pages.block_size + i)
     return num_runs
@@ -166,13 +167,13 @@ def score_span(dtype, pages, seen, start, end, q, dim, scores, rows, scratch):
             _score_one(dtype, key.address, size, key.scales, q, dim, out, rows)
             at += 1
         elif HAS_TWO_TILES and after < end and after % size + KEYS <= size:
-            distance = max(size, 2 * KEYS)
+            distance = max(size, 2 * KEYS * AHEAD[dtype])
             keys = keys_at(dtype, pages, at, distance)
             next_keys = keys_at(dtype, pages, after, distance)
             _score_rows_of_two(dtype, size, keys, next_keys, q, dim, out, rows)
             at += 2 * KEYS
         else:
-            keys = keys_at(dtype, pages, at, size)
+            keys = keys_at(dtype, pages, at, size * AHEAD[dtype])
             _score_rows(dtype, size, keys, q, dim, out, rows)
             at += KEYS
 
