@@ -13,9 +13,10 @@ HEAD_SECONDS = 30.0
 BODY_BYTES_PER_SECOND = 64 << 10  # a body that arrives at this rate gets more time
 GRACE_SECONDS = 5.0  # the route may reject a slow body so long before the connection does
 SLICE_BYTES = 2_048  # parsed at a time; it may contain 50 further requests
-MAX_LATE_BYTES = 256 << 10  # bytes of a body that are parsed after its response
+MAX_LATE_BYTES = 256 << 10  # of a body after its response; a connection with more is closed
 PARSING_SECONDS = 0.002  # parsing the data of one read may take so long at once; more is metered
 PARSING_SHARE = 0.1  # share of the loop's time, for all connections whose data takes longer
+ENDLESS = 1 << 62  # bytes
 _INVALID = "invalid_request_error"
 _TOO_SMALL_CHUNKS = "The chunks of the body are too small, or their extensions too long."
 _TOO_LARGE = f"The request's headers and trailers are larger than {MAX_HEAD_BYTES} bytes."
@@ -83,7 +84,7 @@ class ParsingMeter:
             if not has_room():
                 return data[at:], None
             if not feed(data[at : at + SLICE_BYTES]):
-                break
+                return data[at + SLICE_BYTES :], None
         return b"", None
 
 
@@ -125,16 +126,16 @@ class Arrival:
         self._open_bytes = 0  # since a header, trailer or chunk began that is incomplete
         self._chunk = 0  # number of the chunk whose data is awaited, 0 while none is
         self._num_chunks = 0
+        self._length: int | None = 0  # of the body; None if it has chunks
         self._body_bytes = 0
         self._body_began_at = 0.0  # loop seconds
         self._overhead_bytes = 0  # the framing of the body: sizes and extensions of chunks
-        self._late_bytes = 0
 
     def begin(self) -> None:
         """The first byte of a request."""
         self._number += 1
         self.is_in_head = True
-        self._overhead_bytes = self._late_bytes = self._body_bytes = 0
+        self._overhead_bytes = self._body_bytes = 0
         self._fields_bytes = self._chunk = self._num_chunks = 0
         self._timer.set(HEAD_SECONDS, self._head_is_late)
 
@@ -144,24 +145,29 @@ class Arrival:
         if self._fields_bytes > MAX_HEAD_BYTES:
             raise Rejection(431, _TOO_LARGE)
 
-    def begin_body(self) -> None:
+    def begin_body(self, headers: list[tuple[bytes, bytes]]) -> None:
         """The head is complete."""
         self.is_in_head, self.is_in_body = False, True
+        lengths = [int(value) for name, value in headers if name == b"content-length"]
+        is_chunked = any(name == b"transfer-encoding" for name, _ in headers)
+        self._length = None if is_chunked else sum(lengths)
         self._body_began_at = asyncio.get_running_loop().time()
         self._timer.set(self._body_seconds + GRACE_SECONDS, self._body_is_late)
+
+    @property
+    def num_left(self) -> int:
+        """Bytes of the body that have not arrived; very many if it does not say."""
+        return ENDLESS if self._length is None else self._length - self._body_bytes
 
     def begin_chunk(self) -> None:
         """The header of a chunk of the body."""
         self._num_chunks += 1
         self._chunk = self._num_chunks
 
-    def add_body(self, num_bytes: int, *, is_late: bool) -> bool:
-        """A part of the body, which is late if its response is complete. Returns whether more is
-        late than a connection that goes on may read."""
+    def add_body(self, num_bytes: int) -> None:
+        """A part of the body."""
         self._chunk = 0
         self._body_bytes += num_bytes
-        self._late_bytes += num_bytes if is_late else 0
-        return self._late_bytes > MAX_LATE_BYTES
 
     def end(self) -> None:
         """The request is complete, or rejected."""

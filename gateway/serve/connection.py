@@ -15,7 +15,15 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.observe.request_log import RequestLog, RequestRecord
-from gateway.serve.arrival import Arrival, ParsingMeter, Rejection, SharedRate, Timer, check_framing
+from gateway.serve.arrival import (
+    MAX_LATE_BYTES,
+    Arrival,
+    ParsingMeter,
+    Rejection,
+    SharedRate,
+    Timer,
+    check_framing,
+)
 from gateway.serve.linger import BYTES_PER_SECOND, Linger
 from gateway.serve.places import Place
 
@@ -83,6 +91,7 @@ class Connection(HttpToolsProtocol):
         self._chunks: ChunkWriter  # from `connection_made` on
         self._unparsed = b""
         self._rest = Timer()  # until `_unparsed` is parsed on
+        self._stays_open = False  # after a response, if the body has arrived before it begins
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         super().connection_made(transport)
@@ -111,7 +120,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._linger.has_begun:
             self._unset_keepalive_if_required()
-            self._unparsed = b""
+            self._discard_unparsed()
         if not self.pipeline:
             self._place.rest()
         if self._unparsed:
@@ -163,11 +172,18 @@ class Connection(HttpToolsProtocol):
         )
         if delay is not None:
             self._rest.set(delay, self._parse)
+        if self.transport.is_closing() or self._linger.has_begun:
+            self._discard_unparsed()
+            return
         is_read = self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT  # by the app
         if self._unparsed:
             self.flow.pause_reading()
         elif is_read and not self.pipeline:
             self.flow.resume_reading()
+
+    def _discard_unparsed(self) -> None:
+        unparsed, self._unparsed = self._unparsed, b""
+        self._linger.discard(len(unparsed))
 
     def _feed(self, data: bytes) -> bool:
         self._arrival.feed(data, super().data_received)
@@ -190,20 +206,23 @@ class Connection(HttpToolsProtocol):
         if self._place.is_for_probes and self.url.partition(b"?")[0] not in self._bounds.probes:
             raise Rejection(503, _FULL, "server_error", "overloaded")
         self._place.begin()
-        self._arrival.begin_body()
+        self._arrival.begin_body(self.headers)
         super().on_headers_complete()
+        if self._arrival.num_left > MAX_LATE_BYTES and self.cycle is not None:
+            self._stays_open, self.cycle.keep_alive = self.cycle.keep_alive, False
 
     def on_chunk_header(self) -> None:
         self._arrival.begin_chunk()
 
     def on_body(self, body: bytes) -> None:
-        is_late = self.cycle is not None and self.cycle.response_complete
-        if self._arrival.add_body(len(body), is_late=is_late):
-            self._linger.begin()
+        self._arrival.add_body(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._arrival.end()
+        if self._stays_open and not self._bounds.retirement.has_begun:
+            self.cycle.keep_alive = True
+        self._stays_open = False
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 LINGER_SECONDS = 10.0
-MAX_LINGER_BYTES = 128 << 20  # one connection may send so much more
+MAX_LINGER_BYTES = 256 << 20  # one connection may send so much more
 BYTES_PER_SECOND = 64 << 20  # all connections together
 
 
@@ -44,7 +44,7 @@ class Linger:
         self._flow = flow
         self._arrival = arrival
         self._rate = rate
-        self._left = MAX_LINGER_BYTES
+        self._left = 0
         self._end = Timer()
         self._rest = Timer()
         self.has_begun = False
@@ -63,18 +63,20 @@ class Linger:
         return CycleTransport(self._transport.write, self._transport.is_closing, close)
 
     def begin(self) -> None:
-        """Throw away what arrives from here on, and close after a while."""
+        """Throw away what arrives from here on, and close when the body is over, or after a
+        while."""
         if self.has_begun or self._transport.is_closing():
             return
         self.has_begun = True
+        self._left = min(self._arrival.num_left, MAX_LINGER_BYTES)
         self._arrival.end()
         self._end.set(LINGER_SECONDS, self._transport.close)
-        self._flow.resume_reading()
+        self.discard(0)
 
     def discard(self, num_bytes: int) -> None:
         """So many bytes have arrived."""
         self._left -= num_bytes
-        if self._left < 0:
+        if self._left <= 0:
             self._transport.close()
             return
         self._flow.pause_reading()

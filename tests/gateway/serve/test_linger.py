@@ -5,14 +5,19 @@ from typing import Any
 
 import pytest
 
-from gateway.serve.arrival import SharedRate
+from gateway.serve.arrival import MAX_LATE_BYTES, SharedRate
 from gateway.serve.connection import ConnectionBounds
 from gateway.serve.linger import BYTES_PER_SECOND, LINGER_SECONDS, MAX_LINGER_BYTES
 from gateway.serve.places import Places
 from tests.gateway.rig import Setting
 from tests.gateway.scenes import in_virtual_time
 from tests.gateway.serve.live import listening
-from tests.gateway.serve.recording import GET, RecordingTransport, connect
+from tests.gateway.serve.recording import (
+    GET,
+    RecordingTransport,
+    connect,
+    reply_after_the_body,
+)
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999\r\n\r\n"
 PIECE = bytes(256 << 10)
@@ -21,7 +26,7 @@ MAX_BYTES = 100_000
 
 async def refuses(scope: Any, receive: Any, send: Any) -> None:
     """Responds without reading the body."""
-    headers = [(b"connection", b"close"), (b"content-length", b"3")]
+    headers = [(b"content-length", b"3")]
     await send({"type": "http.response.start", "status": 413, "headers": headers})
     await send({"type": "http.response.body", "body": b"no!"})
 
@@ -50,12 +55,59 @@ def test_a_client_that_sends_its_whole_body_before_it_reads_sees_the_response(fr
     assert "/v1/files" in message
 
 
+def head_of(framing: str) -> bytes:
+    return f"POST / HTTP/1.1\r\nhost: x\r\n{framing}\r\n\r\n".encode()
+
+
+@in_virtual_time
+@pytest.mark.parametrize(
+    "framing", [f"content-length: {MAX_LATE_BYTES + 1}", "transfer-encoding: chunked"]
+)
+async def test_a_response_before_the_end_of_a_large_body_says_that_the_connection_closes(
+    framing: str,
+) -> None:
+    connection, peer = connect(app=refuses)
+    connection.data_received(head_of(framing))
+    await asyncio.sleep(0)
+    assert b"\r\nconnection: close\r\n" in peer.written
+    connection.connection_lost(None)
+
+
+@in_virtual_time
+async def test_a_connection_whose_large_body_was_read_stays_open() -> None:
+    connection, peer = connect(app=reply_after_the_body)
+    for _ in range(2):
+        connection.data_received(head_of(f"content-length: {4 * len(PIECE)}"))
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            connection.data_received(PIECE)
+        await asyncio.sleep(1)
+    assert peer.written.count(b" 200 ") == 2
+    assert b"connection: close" not in peer.written
+    assert not peer.is_closed
+    connection.connection_lost(None)
+
+
+@in_virtual_time
+async def test_a_connection_is_closed_once_the_body_that_is_thrown_away_is_over() -> None:
+    connection, peer = connect(app=refuses)
+    connection.data_received(head_of(f"content-length: {4 * len(PIECE)}"))
+    for _ in range(3):
+        connection.data_received(PIECE)
+    await asyncio.sleep(0)
+    connection.data_received(PIECE[1:])
+    assert not peer.is_closed
+    connection.data_received(b"a")
+    assert peer.is_closed
+    connection.connection_lost(None)
+
+
 @in_virtual_time
 async def test_what_is_thrown_away_is_bounded_for_a_connection() -> None:
     connection, peer = connect(app=refuses)
     connection.data_received(HEAD)
     await asyncio.sleep(0)
-    for sent in range(0, MAX_LINGER_BYTES + len(PIECE), len(PIECE)):
+    for sent in range(0, MAX_LINGER_BYTES, len(PIECE)):
         assert not peer.is_closed, sent
         connection.data_received(PIECE)
     assert peer.is_closed
@@ -105,7 +157,7 @@ async def test_a_client_that_neither_sends_nor_leaves_is_closed_after_a_while() 
 @in_virtual_time
 async def test_a_connection_whose_request_was_whole_is_closed_at_once() -> None:
     connection, peer = connect(app=refuses)
-    connection.data_received(GET)
+    connection.data_received(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
     await asyncio.sleep(0)
     assert peer.is_closed
     connection.connection_lost(None)
