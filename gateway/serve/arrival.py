@@ -126,7 +126,7 @@ class Arrival:
         self._open_bytes = 0  # since a header, trailer or chunk began that is incomplete
         self._chunk = 0  # number of the chunk whose data is awaited, 0 while none is
         self._num_chunks = 0
-        self._length: int | None = 0  # of the body; None if it has chunks
+        self._length: int | None = None  # of the body; None if it has chunks
         self._body_bytes = 0
         self._body_began_at = 0.0  # loop seconds
         self._overhead_bytes = 0  # the framing of the body: sizes and extensions of chunks
@@ -137,6 +137,7 @@ class Arrival:
         self.is_in_head = True
         self._overhead_bytes = self._body_bytes = 0
         self._fields_bytes = self._chunk = self._num_chunks = 0
+        self._length = None
         self._timer.set(HEAD_SECONDS, self._head_is_late)
 
     def add_field(self, num_bytes: int) -> None:

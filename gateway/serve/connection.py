@@ -237,7 +237,7 @@ class Connection(HttpToolsProtocol):
         has_begun = self._ends_other_response()
         is_in_head = self._arrival.is_in_head or self.cycle is None
         self._arrival.end()
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._linger.has_begun:
             return
         if not has_begun:
             self.transport.write(rejection.response())
@@ -251,7 +251,11 @@ class Connection(HttpToolsProtocol):
                 self._log.close(record)
             else:
                 self.cycle.scope["podway.rejection"] = (rejection.status, str(rejection))  # type: ignore[typeddict-unknown-key] # ours
-        self.transport.close()
+        if has_begun or self._place.is_for_probes:  # of which there are few
+            self.transport.close()
+        else:
+            self._linger.begin()
+            self._place.rest()
 
     def _ends_other_response(self) -> bool:
         """Whether the bytes that are written next belong to a response of the app. If the app has

@@ -2,7 +2,8 @@
 
 Closing a socket with unread data resets the connection (RFC 9112, 9.6): the next write of the
 client fails, and many clients, Node's among them, report that and never read the response. So what
-still arrives is thrown away for a while, unparsed, at a rate that all such connections share.
+still arrives is thrown away for a while, unparsed, at a rate that all such connections share. A
+client that waits for the connection's end sees it at once, since nothing more is written.
 """
 
 import asyncio
@@ -72,6 +73,8 @@ class Linger:
         self._arrival.end()
         self._end.set(LINGER_SECONDS, self._transport.close)
         self.discard(0)
+        if self._transport.can_write_eof():  # TLS cannot
+            self._transport.write_eof()
 
     def discard(self, num_bytes: int) -> None:
         """So many bytes have arrived."""

@@ -55,6 +55,20 @@ def test_a_client_that_sends_its_whole_body_before_it_reads_sees_the_response(fr
     assert "/v1/files" in message
 
 
+@pytest.mark.parametrize(
+    ("field", "status"),
+    [("transfer-encoding: gzip", 501), ("host: other", 400), ("x: " + "y" * 2_000_000, 431)],
+)
+def test_a_client_that_sends_a_body_behind_a_rejected_head_sees_the_error(
+    field: str, status: int
+) -> None:
+    head = f"POST / HTTP/1.1\r\nhost: localhost\r\n{field}\r\n\r\n".encode()
+    with listening(Setting()) as live, live.connect() as client:
+        client.sendall(head + bytes(8 << 20))
+        response = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert response.startswith(b"HTTP/1.1 %d " % status)
+
+
 def head_of(framing: str) -> bytes:
     return f"POST / HTTP/1.1\r\nhost: x\r\n{framing}\r\n\r\n".encode()
 
