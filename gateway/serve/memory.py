@@ -6,12 +6,13 @@ more than `WEIGHTS_SHARE` of its part gets a larger one.
 """
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import StartupError
 from engine.files import split_files
@@ -26,6 +27,9 @@ WEIGHTS_SHARE = 0.75  # share of a model's part of the memory; the rest is for i
 DEFAULT_SHARE = 0.75  # share of the memory that is available at the start
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 CPU_BYTES = ITEM_BYTES | {"F64": 4, "F8_E4M3": 2, "F8_E5M2": 2}  # as CPUs compute
+PACKED_DTYPE = "I32"  # eight weights of 4 bits
+PACKED_BYTES = 0.5  # of a weight, without scales
+Q8_0_BYTES = 34 / 32  # in which weights of 4 bits are kept whose groups are no neighbours
 LARGEST_HEADER = 100 << 20  # the header of a safetensors file
 
 
@@ -84,6 +88,8 @@ def weight_bytes(settings: Settings) -> int:
     checkpoint = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     size = sum(each.stat().st_size for each in checkpoint)
     stored = _stored_dtype(checkpoint[0]) if checkpoint else None
+    if stored == PACKED_DTYPE:
+        return size + sum(_more_bytes(each, settings.kernels.weights) for each in checkpoint)
     if stored not in ITEM_BYTES:
         return size
     names = (settings.kernels.weights, settings.kernels.dtype)
@@ -96,19 +102,56 @@ def _own_bytes(stored: str, settings: Settings) -> float:
     return (ITEM_BYTES if settings.kernels.device.startswith("cuda") else CPU_BYTES)[stored]
 
 
+def _more_bytes(path: Path, weights: str) -> int:
+    """How many bytes more than in its file the weights in 4 bits of a safetensors file take."""
+    header = _header(path)
+    num_bytes = sum(
+        stop - start
+        for name, (_, start, stop) in header.items()
+        if name.endswith((".qweight", ".weight_packed"))
+    )
+    wanted = WEIGHT_BYTES.get(weights, Q8_0_BYTES if _is_ordered(path, header) else PACKED_BYTES)
+    return int(num_bytes * (wanted / PACKED_BYTES - 1))
+
+
+def _is_ordered(path: Path, header: Mapping[str, "_Stored"]) -> bool:
+    """Whether the inputs of the first matrix that says so are grouped by activation."""
+    for name, stored in header.items():
+        if name.endswith("g_idx"):
+            with path.open("rb") as file:
+                file.seek(stored.start)
+                groups = array("i", file.read(stored.stop - stored.start))
+            return list(groups) != sorted(groups)
+    return False
+
+
+class _Stored(NamedTuple):
+    """A tensor of a safetensors file: where its bytes begin and end."""
+
+    dtype: str
+    start: int
+    stop: int
+
+
 def _stored_dtype(path: Path) -> str | None:
     """The dtype of most bytes in a safetensors file; None if it cannot be read."""
+    sizes: dict[str, int] = {}
+    for dtype, start, stop in _header(path).values():
+        sizes[dtype] = sizes.get(dtype, 0) + stop - start
+    return max(sizes, key=lambda dtype: sizes[dtype], default=None)
+
+
+def _header(path: Path) -> dict[str, _Stored]:
+    """The tensors of a safetensors file; empty if it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header: Mapping[str, Any] = json.loads(file.read(min(length, LARGEST_HEADER)))
-        sizes: dict[str, int] = {}
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                start, stop = tensor["data_offsets"]
-                dtype = str(tensor["dtype"])
-                sizes[dtype] = sizes.get(dtype, 0) + stop - start
-        return max(sizes, key=lambda dtype: sizes[dtype])
-    return None
+        return {
+            name: _Stored(str(tensor["dtype"]), *(8 + length + at for at in tensor["data_offsets"]))
+            for name, tensor in header.items()
+            if name != "__metadata__"
+        }
+    return {}
 
 
 def loaded_bytes(settings: Settings, report: WorkerReport) -> int:
