@@ -157,11 +157,14 @@ def _header(path: Path) -> dict[str, _Stored]:
 def loaded_bytes(settings: Settings, report: WorkerReport) -> int:
     """The bytes of a loaded model: its weights, and all of its KV blocks and states."""
     format = report.weights.partition(" ")[0]  # "bfloat16 (AVX-512 BF16)"
-    item = WEIGHT_BYTES.get(format, WEIGHT_BYTES.get(report.dtype, 4.0))
+    item = WEIGHT_BYTES.get(format)
+    weights = int(report.num_parameters * item) if item else weight_bytes(settings)  # as stored
+    if not weights:
+        weights = int(report.num_parameters * WEIGHT_BYTES.get(report.dtype, 4.0))
     workers = settings.workers.num_stages * settings.workers.num_ranks
     kv = report.num_blocks * report.bytes_per_block + report.num_states * report.bytes_per_state
     host = report.tiers.num_host_blocks * report.bytes_per_block
-    return int(report.num_parameters * item) + workers * (kv + host)
+    return weights + workers * (kv + host)
 
 
 def _text(num_bytes: int) -> str:

@@ -8,8 +8,9 @@ from safetensors.torch import save_file
 
 from engine.worker.weights.formats.grouped import GroupedWeight
 from engine.worker.weights.int4_files import Int4Files
-from gateway.serve.memory import weight_bytes
+from gateway.serve.memory import loaded_bytes, weight_bytes
 from gateway.settings.settings import load
+from tests.worker_settings import worker_report
 
 INPUTS, OUTPUTS, GROUP = 1024, 512, 64
 NAME = "model.layers.0.mlp.up_proj"
@@ -44,3 +45,11 @@ def test_packed_weights_in_another_format_need_that(
     write(tmp_path, torch.arange(INPUTS) // GROUP)
     estimate = weight_bytes(load({"model": str(tmp_path), "weights": weights}))
     assert num_bytes <= estimate / (INPUTS * OUTPUTS) <= num_bytes + 0.1
+
+
+@pytest.mark.parametrize("name", ["int4_g64+q8_0 (AVX2)", "int4", "bfloat16 (AVX-512 BF16)"])
+def test_a_loaded_model_counts_its_weights_as_they_are_stored(tmp_path: Path, name: str) -> None:
+    write(tmp_path, torch.arange(INPUTS) // GROUP)
+    report = worker_report(num_parameters=INPUTS * OUTPUTS, weights=name)
+    num_bytes = loaded_bytes(load({"model": str(tmp_path)}), report) / (INPUTS * OUTPUTS)
+    assert num_bytes == pytest.approx(2 if "bfloat16" in name else 0.55, rel=0.03)
