@@ -39,6 +39,8 @@ TIERS = {  # path below tests/ -> its marker; `--tiers none`, as in `make test`,
     "gateway/web/bodies/test_schemathesis.py": "fuzz",
 }
 MARKED = re.compile(rf"mark\.({'|'.join({*TIERS.values()})})\b")
+MAX_SECONDS = 900.0  # of a test, and of its fixtures; what then catches the failure
+AGAIN_SECONDS = 5.0  # is interrupted again
 TIERS_RUN = ("none", "only", "all")  # the values of `--tiers`
 
 
@@ -106,6 +108,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if is_in_tier(item) == (tiers == "only")]
         config.hook.pytest_deselected(items=[*{*items} - {*kept}])
         items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def fail_if_it_hangs() -> Iterator[object]:
+    """Interrupt a test, or its fixtures, that waits for what does not come."""
+
+    def fail(number: int, frame: object) -> None:
+        pytest.fail(f"it has run for more than {MAX_SECONDS:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS, AGAIN_SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = fail_if_it_hangs
 
 
 def is_in_tier(item: pytest.Item) -> bool:

@@ -1,5 +1,8 @@
+import signal
+
 import pytest
 
+from tests import conftest
 from tests.conftest import MARKED, TESTS, TIERS, TIERS_RUN, is_left_out, tier_of
 
 
@@ -24,3 +27,13 @@ def test_every_test_file_is_either_in_a_tier_or_in_none() -> None:
     assert not is_left_out(TESTS, "only")
     assert is_left_out(TESTS / "examples", "none")
     assert not is_left_out(TESTS / "examples" / "conftest.py", "none")
+
+
+def test_a_test_that_waits_for_ever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conftest, "MAX_SECONDS", 0.01)
+    phase = conftest.fail_if_it_hangs()
+    next(phase)
+    with pytest.raises(pytest.fail.Exception, match=r"for more than 0\.01 seconds"):
+        signal.pause()
+    with pytest.raises(StopIteration):
+        next(phase)
