@@ -206,6 +206,8 @@ class Intake:
                     resume = partial(next, running)
         except StopIteration:
             return
+        finally:
+            del resume  # an error that it throws refers to this frame
         yield from running
 
     def _charged(self, resume: Callable[[], Any], client: str) -> Any:

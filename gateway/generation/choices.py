@@ -250,6 +250,8 @@ async def in_parallel(items: Sequence[S], run: Callable[[S], Awaitable[T]]) -> l
                     await asyncio.sleep(0)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from failed
+    except asyncio.CancelledError as error:
+        raise error.with_traceback(None)  # noqa: B904 # frames of the group refer to it
     return [task.result() for task in running]
 
 

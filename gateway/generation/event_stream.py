@@ -15,11 +15,11 @@ status line at once, pings also while events flow, and cancels streams at the fi
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
-import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineError
@@ -93,16 +93,13 @@ class EventStream:
         """Return when the stream has ended or the client has disconnected."""
         self._send, self._write = send, scope["podway.send"]
         self._chunks = scope.get("podway.chunks")
+        runs = self._stream(), self._keep_alive(), self._wait_for_disconnect(receive)
         try:
-            async with anyio.create_task_group() as tasks:
-
-                async def run(task: Callable[[], Awaitable[None]]) -> None:
-                    await task()
-                    tasks.cancel_scope.cancel()
-
-                tasks.start_soon(run, self._stream)
-                tasks.start_soon(run, self._keep_alive)
-                tasks.start_soon(run, partial(self._wait_for_disconnect, receive))
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(_until_cancelled(run)) for run in runs]
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in running:
+                    task.cancel()
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
 
@@ -191,12 +188,12 @@ class EventStream:
         Returns, which ends the response, once a write has been blocked for `Pace.stall`.
         """
         pace = self._service.pace
-        await anyio.sleep(pace.hold)
+        await asyncio.sleep(pace.hold)
         await self._start()
         blocked_seconds = 0.0
         while not self._has_ended and blocked_seconds < pace.stall:
             self._has_written = False
-            await anyio.sleep(pace.ping)
+            await asyncio.sleep(pace.ping)
             if self._has_written:
                 blocked_seconds = 0.0
             elif self._num_writing:
@@ -211,6 +208,13 @@ class EventStream:
             pass
         self._has_ended = True
         self._group.close(Abort.CLIENT_GONE)
+
+
+async def _until_cancelled(run: Coroutine[object, object, None]) -> None:
+    """Await `run`. A task whose coroutine raises a cancellation keeps the error, and by its
+    traceback itself."""
+    with suppress(asyncio.CancelledError):
+        await run
 
 
 def respond(plan: GenerationPlan, service: Service) -> ASGIApp:

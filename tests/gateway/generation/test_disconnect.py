@@ -1,4 +1,5 @@
 import asyncio
+import gc
 from typing import Any
 
 import orjson
@@ -6,8 +7,10 @@ import pytest
 
 from engine.control.admission import Admission
 from engine.request import Abort, State
+from gateway.generation.event_stream import EventStream
 from gateway.service import Pace
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, played, text
+from tests.gateway.serve.recording import without_collector
 from tests.wire.response_check import data_of
 
 LONG = "a long story " * 10
@@ -28,6 +31,22 @@ async def test_a_disconnect_ends_the_request_at_once(rig: Rig, stream: bool, aft
     assert all(request.abort is Abort.CLIENT_GONE for request in rig.ended)
     assert all(count in (0, 1) for count in rig.metrics.requests.aborts.values())
     assert rig.metrics.requests.cancel_to_free.sum <= 1
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("num_choices", [1, 3])
+@played(Setting(texts=("a short story",)))
+async def test_a_stream_is_freed_without_the_garbage_collector(
+    rig: Rig, num_choices: int, leaves: bool
+) -> None:
+    with without_collector():
+        async with rig.client.post(CHAT, chat(stream=True, n=num_choices)) as exchange:
+            await asyncio.sleep(2.5 * STEP)
+            if not leaves:
+                await exchange.read()
+        await asyncio.sleep(STEP)
+        del exchange
+        assert not [each for each in gc.get_objects() if isinstance(each, EventStream)]
 
 
 @STREAMED_OR_NOT
