@@ -1,6 +1,7 @@
 # make serve      install what serving needs, then serve the built-in model
 # make test       the tests of the product (ARGS="--cpu-report FILE" prints what they take)
 # make test-rest  the other tests: fault injection, examples, other projects' clients and fuzzing
+# make test-triton  the kernels with an older Triton
 # make test-all   all tests
 # make dist       build a wheel into dist/; pip install dist/*.whl is all that serving needs
 # make lint       format, style, types, import contracts
@@ -20,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 FEW_PLUGINS := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 	PYTEST_PLUGINS=xdist.plugin,pytest_asyncio.plugin,_hypothesis_pytestplugin
 
-.PHONY: serve test test-rest test-all dist lint fmt clients flashinfer
+.PHONY: serve test test-rest test-triton test-all dist lint fmt clients flashinfer
 
 serve: $(SERVING)
 	@$(BIN)/podway serve $(ARGS) || test $$? -eq 130
@@ -33,6 +34,18 @@ test-rest: $(DEVELOPMENT)
 
 test-all: $(DEVELOPMENT)
 	$(PYTEST) $(ARGS)
+
+# The kernels with the Triton of common GPU images, whose interpreter needs an older NumPy.
+OLD_TRITON := .venv-triton
+test-triton: $(OLD_TRITON)/.installed
+	PYTHONPATH=$(OLD_TRITON) $(FEW_PLUGINS) $(PYTEST) --tiers none \
+		-W "ignore:Conversion of an array:DeprecationWarning" \
+		tests/engine/worker/cuda/kernels tests/engine/worker/cuda/model $(ARGS)
+
+$(OLD_TRITON)/.installed: $(DEVELOPMENT)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(OLD_TRITON) \
+		"triton==3.6.*" "numpy<2.4"
+	touch $@
 
 dist: $(SERVING)
 	rm -rf dist build
