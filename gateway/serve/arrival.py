@@ -13,7 +13,7 @@ HEAD_SECONDS = 30.0
 BODY_BYTES_PER_SECOND = 64 << 10  # a body that arrives at this rate gets more time
 GRACE_SECONDS = 5.0  # the route may reject a slow body so long before the connection does
 SLICE_BYTES = 2_048  # parsed at a time; it may contain 50 further requests
-MAX_LATE_BYTES = 256 << 10  # of a body after its response; a connection with more is closed
+MAX_LATE_BYTES = 256 << 10  # a connection is closed if more of a body may follow its response
 PARSING_SECONDS = 0.002  # parsing the data of one read may take so long at once; more is metered
 PARSING_SHARE = 0.1  # share of the loop's time, for all connections whose data takes longer
 ENDLESS = 1 << 62  # bytes
@@ -126,7 +126,7 @@ class Arrival:
         self._open_bytes = 0  # since a header, trailer or chunk began that is incomplete
         self._chunk = 0  # number of the chunk whose data is awaited, 0 while none is
         self._num_chunks = 0
-        self._length: int | None = None  # of the body; None if it has chunks
+        self._length: int | None = None  # content-length; None if the body has chunks
         self._body_bytes = 0
         self._body_began_at = 0.0  # loop seconds
         self._overhead_bytes = 0  # the framing of the body: sizes and extensions of chunks

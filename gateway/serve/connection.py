@@ -120,7 +120,8 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._linger.has_begun:
             self._unset_keepalive_if_required()
-            self._discard_unparsed()
+            self._linger.discard(len(self._unparsed))
+            self._unparsed = b""
         if not self.pipeline:
             self._place.rest()
         if self._unparsed:
@@ -173,17 +174,14 @@ class Connection(HttpToolsProtocol):
         if delay is not None:
             self._rest.set(delay, self._parse)
         if self.transport.is_closing() or self._linger.has_begun:
-            self._discard_unparsed()
+            self._linger.discard(len(self._unparsed))
+            self._unparsed = b""
             return
         is_read = self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT  # by the app
         if self._unparsed:
             self.flow.pause_reading()
         elif is_read and not self.pipeline:
             self.flow.resume_reading()
-
-    def _discard_unparsed(self) -> None:
-        unparsed, self._unparsed = self._unparsed, b""
-        self._linger.discard(len(unparsed))
 
     def _feed(self, data: bytes) -> bool:
         self._arrival.feed(data, super().data_received)
@@ -251,7 +249,7 @@ class Connection(HttpToolsProtocol):
                 self._log.close(record)
             else:
                 self.cycle.scope["podway.rejection"] = (rejection.status, str(rejection))  # type: ignore[typeddict-unknown-key] # ours
-        if has_begun or self._place.is_for_probes:  # of which there are few
+        if has_begun or self._place.is_for_probes:  # there are few such places
             self.transport.close()
         else:
             self._linger.begin()

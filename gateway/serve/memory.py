@@ -28,8 +28,8 @@ DEFAULT_SHARE = 0.75  # share of the memory that is available at the start
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 CPU_BYTES = ITEM_BYTES | {"F64": 4, "F8_E4M3": 2, "F8_E5M2": 2}  # as CPUs compute
 PACKED_DTYPE = "I32"  # eight weights of 4 bits
-PACKED_BYTES = 0.5  # of a weight, without scales
-Q8_0_BYTES = 34 / 32  # in which weights of 4 bits are kept whose groups are no neighbours
+PACKED_BYTES = 0.5  # a weight of 4 bits without scales
+Q8_0_BYTES = 34 / 32  # the same weight if groups of inputs are no neighbours
 LARGEST_HEADER = 100 << 20  # the header of a safetensors file
 
 
