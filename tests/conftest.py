@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def fail_if_it_hangs() -> Iterator[object]:
+def fail_if_it_hangs() -> Generator[None, object, object]:
     """Interrupt a test, or its fixtures, that waits for what does not come."""
 
     def fail(number: int, frame: object) -> None:

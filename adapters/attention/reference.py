@@ -82,30 +82,36 @@ class ReferenceAttention:
         layout = self._layout
         assert layout is not None, "plan comes before run"
         keys, values = self._pages_of(layer)
-        if k is not None and v is not None:
+        if k is not None:
             keys.write(self._slots, k if rope is None else _rotated(k, rope))
+        if v is not None and values is not None:
             values.write(self._slots, v)
         q = q if rope is None else _rotated(q, rope)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty((*q.shape[:2], self._spec.value_dim))
         for i in range(layout.num_requests):
             rows = slice(int(layout.qo_indptr[i]), int(layout.qo_indptr[i + 1]))
             pages = torch.from_numpy(
                 layout.kv_indices[layout.kv_indptr[i] : layout.kv_indptr[i + 1]]
             ).to(self._place)
             length = int(layout.kv_len[i])
-            read = keys.read(pages, length), values.read(pages, length)
+            found = keys.read(pages, length)
+            mixed = (
+                found[..., self._spec.values_from :]
+                if values is None
+                else values.read(pages, length)
+            )
             ends = self._image_ends(layout, rows)
-            out[rows] = self._attend(q[rows], *read, sinks, ends)
+            out[rows] = self._attend(q[rows], found, mixed, sinks, ends)
         return out
 
-    def _pages_of(self, layer: int) -> tuple[_Pages, _Pages]:
+    def _pages_of(self, layer: int) -> tuple[_Pages, _Pages | None]:
         cache, spec = self._cache, self._spec
         key_scales = cache.key_scales[layer] if cache.key_scales else None
         value_scales = cache.value_scales[layer] if cache.value_scales else None
-        return (
-            _Pages(cache.keys[layer], key_scales, spec.k_scale),
-            _Pages(cache.values[layer], value_scales, spec.v_scale),
-        )
+        keys = _Pages(cache.keys[layer], key_scales, spec.k_scale)
+        if not cache.values:
+            return keys, None
+        return keys, _Pages(cache.values[layer], value_scales, spec.v_scale)
 
     def _image_ends(self, layout: RaggedLayout, rows: slice) -> Tensor:
         """The position behind the image that each row of a request belongs to; 0 of text."""

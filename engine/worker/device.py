@@ -126,6 +126,11 @@ class Device(Protocol):
         ...
 
     @property
+    def takes_values_from_keys(self) -> bool:
+        """Whether its attention supports `ModelShape.values_from`; else shapes are expanded."""
+        ...
+
+    @property
     def kernels(self) -> str:
         """The kernels in use, as reports show them."""
         ...

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,6 +47,13 @@ class Case:
     has_sinks: bool = False
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    values_from: int | None = None
+
+    @property
+    def parts(self) -> list[int]:
+        """Heads of q, k and v, adjacent in the rows of a step."""
+        values = self.kv_heads if self.values_from is None else 0
+        return [self.kv_heads * self.group, self.kv_heads, values]
 
 
 ROUNDING = {  # of a number, as a share of it, or in int8 of the largest beside it
@@ -73,6 +81,7 @@ cases = st.builds(
     has_sinks=st.booleans(),
     dtype=st.sampled_from(list(ROUNDING)),
     seed=st.integers(0, 1000),
+    values_from=st.sampled_from([None, None, 0, 3, 4, 7]),
 )
 
 
@@ -93,17 +102,21 @@ def expected_rows(
     return torch.einsum("hqk,khd->qhd", weights / totals, v)
 
 
-def split(fused: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    heads, kv_heads = case.kv_heads * case.group, case.kv_heads
-    return fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
+def split(fused: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
+    q, k, v = torch.split(fused, case.parts, dim=1)
+    return q, k, v if case.values_from is None else None
 
 
-def stored(cache: KVTensors, layer: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer as numbers, `[num_blocks, block_size, kv_heads, dim]`."""
-    keys, values = cache.keys[layer].float(), cache.values[layer].float()
-    if not cache.key_scales:
-        return keys.clone(), values.clone()
-    return keys * cache.key_scales[layer][..., None], values * cache.value_scales[layer][..., None]
+def stored(cache: KVTensors, layer: int) -> list[Tensor]:
+    """Keys of a layer, and values unless they are a part of these, as numbers `[num_blocks,
+    block_size, kv_heads, dim]`."""
+    parts = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
+    found = [
+        part[layer].float() * (scales[layer][..., None] if scales else 1)
+        for part, scales in parts
+        if part
+    ]
+    return [each.clone() for each in found]
 
 
 def rotated(heads: Tensor, rope: RopeAngles | None) -> Tensor:
@@ -116,15 +129,36 @@ def rotated(heads: Tensor, rope: RopeAngles | None) -> Tensor:
     return torch.cat((pairs.real, pairs.imag, heads[..., size:].double()), dim=-1).float()
 
 
+IN_PAIRS = (
+    *paged_kernels.BY_DTYPE_IN_PAIRS.values(),
+    paged_kernels.attend_rows_bfloat16_in_pairs,
+)
+
+
 def tolerance_of(name: str, case: Case) -> float:
     """AMX multiplies floats as sums of two bfloat16 numbers, AVX-512 BF16 rounds them to one."""
-    kernel = paged_kernels.attend_kernel(
-        dtype_code(case.dtype), case.group, case.head_dim, case.block_size
+    code, dim = dtype_code(case.dtype), case.head_dim
+    kernel = (
+        paged_kernels.attend_kernel(code, case.group, dim, case.block_size)
+        if case.values_from is None
+        else paged_kernels.attend_rows_kernel(code, dim, dim - case.values_from, case.block_size)
     )
-    if name == "cpu" and kernel in paged_kernels.BY_DTYPE_IN_PAIRS.values():
+    if name == "cpu" and kernel in IN_PAIRS:
         return 2e-2
     by_amx = name == "cpu" and kernel in paged_kernels.BY_DTYPE_AND_AMX.values()
     return 4e-4 if by_amx else 2e-5
+
+
+def noisy_cache(name: str, case: Case, num_blocks: int, noise: Callable[..., Tensor]) -> KVTensors:
+    heads = case.kv_heads * case.group
+    shape = ModelShape(LAYERS, heads, case.kv_heads, case.head_dim, 1, 1, 1, 1, MAX_POSITIONS)
+    shape = replace(shape, values_from=case.values_from)
+    cache = cache_for(name, shape, num_blocks, case.block_size, case.dtype)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(noise(*tensor.shape) * (40 if case.dtype == torch.int8 else 1))
+    for tensor in (*cache.key_scales, *cache.value_scales):
+        tensor.copy_(noise(*tensor.shape).abs() / 40)
+    return cache
 
 
 def check(name: str, case: Case, pool: NativeThreadPool) -> None:
@@ -134,13 +168,8 @@ def check(name: str, case: Case, pool: NativeThreadPool) -> None:
         return torch.randn(shape, generator=generator)
 
     heads = case.kv_heads * case.group
-    shape = ModelShape(LAYERS, heads, case.kv_heads, case.head_dim, 1, 1, 1, 1, MAX_POSITIONS)
     pages = [-(-sum(request) // case.block_size) for request in case.requests]
-    cache = cache_for(name, shape, sum(pages) + 3, case.block_size, case.dtype)
-    for tensor in (*cache.keys, *cache.values):
-        tensor.copy_(noise(*tensor.shape) * (40 if case.dtype == torch.int8 else 1))
-    for tensor in (*cache.key_scales, *cache.value_scales):
-        tensor.copy_(noise(*tensor.shape).abs() / 40)
+    cache = noisy_cache(name, case, sum(pages) + 3, noise)
     table = np.random.default_rng(case.seed).permutation(sum(pages) + 3).astype("<i4")
     tables = np.split(table[: sum(pages)], np.cumsum(pages)[:-1])
     step = Step(
@@ -160,21 +189,23 @@ def check(name: str, case: Case, pool: NativeThreadPool) -> None:
         case.window,
         soft_cap=case.soft_cap,
         has_sinks=case.has_sinks,
+        values_from=case.values_from,
     )
     attention = maker(name)(spec, cache, pool)
     sinks = noise(heads) * 2 if case.has_sinks else None
     attention.plan(layout)
     for layer in range(LAYERS):
-        before = [tensor.clone() for tensor in stored(cache, layer)]
-        fused = noise(layout.num_tokens, heads + 2 * case.kv_heads, case.head_dim)
+        before = stored(cache, layer)
+        fused = noise(layout.num_tokens, sum(case.parts), case.head_dim)
         q, k, v = split(fused, case)
         angles = noise(layout.num_tokens, (case.rotated or 0) // 2) * 3
         rope = RopeAngles(angles.cos(), angles.sin()) if case.rotated else None
         with torch.inference_mode():
             found = attention.run(layer, *split(fused.clone(), case), rope, sinks)
         q, k = rotated(q, rope), rotated(k, rope)
-        assert found.shape == q.shape
-        keys, values = stored(cache, layer)
+        kept = stored(cache, layer)
+        keys, values = kept[0], kept[-1][..., case.values_from or 0 :]
+        assert found.shape == (*q.shape[:2], values.shape[-1])
         for i, (cached, new) in enumerate(case.requests):
             rows = slice(int(layout.qo_indptr[i]), int(layout.qo_indptr[i + 1]))
             blocks = torch.from_numpy(tables[i].astype(np.int64))
@@ -184,7 +215,8 @@ def check(name: str, case: Case, pool: NativeThreadPool) -> None:
             torch.testing.assert_close(found[rows].double(), expected, rtol=near, atol=near)
         slots = torch.from_numpy(layout.slots)
         at = slots // case.block_size, slots % case.block_size
-        for old, now, rows_of in zip(before, (keys, values), (k, v), strict=True):
+        written = [rows_of for rows_of in (k, v) if rows_of is not None]
+        for old, now, rows_of in zip(before, kept, written, strict=True):
             largest = rows_of.abs().amax(-1, keepdim=True).expand_as(rows_of)
             size = largest if case.dtype == torch.int8 else rows_of.abs()
             assert ((now[at] - rows_of).abs() <= size * ROUNDING[case.dtype] + 2e-6).all()
@@ -197,6 +229,8 @@ def check(name: str, case: Case, pool: NativeThreadPool) -> None:
 def test_attention_is_exact_for_ragged_batches(pool: NativeThreadPool, case: Case) -> None:
     for name in CONTRACTED:
         fitting = case if holds(name, case.dtype) else replace(case, dtype=torch.float32)
+        if BACKENDS[name] not in ON_CPU:
+            fitting = replace(fitting, values_from=None)
         check(name, fitting, pool)
 
 
@@ -214,6 +248,10 @@ LONG = (
     Case(((0, 300), (1000, 1)), head_dim=64, block_size=16, rotated=48, soft_cap=50.0),
     Case(((0, 300), (1000, 1)), head_dim=64, block_size=16, window=300, soft_cap=0.7),
 )
+LATENT = (
+    Case(((0, 90), (300, 9), (1000, 1)), 1, 16, 576, 16, rotated=64, values_from=64),
+    Case(((700, 1), (5, 1)), 1, 20, 288, 24, rotated=32, values_from=32),
+)
 ROUNDED = [
     (name, dtype)
     for name in CONTRACTED
@@ -229,6 +267,15 @@ def test_attention_is_exact_for_long_and_wide_batches(
 ) -> None:
     """On the CPU, of whose four types two compute each shape."""
     for case in LONG[ROUNDED.index((name, dtype)) % 2 :: 2] if name == "cpu" else LONG:
+        check(name, replace(case, dtype=dtype), pool)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("name", [name for name in CONTRACTED if BACKENDS[name] in ON_CPU])
+def test_attention_to_latent_vectors_is_exact(
+    name: str, dtype: torch.dtype, pool: NativeThreadPool
+) -> None:
+    for case in LATENT:
         check(name, replace(case, dtype=dtype), pool)
 
 

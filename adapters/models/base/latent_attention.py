@@ -1,10 +1,23 @@
 """Attention whose keys and values come from one latent vector per token (MLA, arXiv:2405.04434).
 
-Keys and values are expanded before they are cached, as wide as a key, so KV takes the memory of
-attention with as many KV heads as heads.
+Section 2.1.2 of the paper: a head's key without RoPE is a product with the latent vector, so the
+query can be multiplied by that matrix instead, and the mixed latent vectors by the one of the
+values. Then all heads have one key, of which the value is a part, and nothing else is cached:
+
+    cached      k with RoPE (64) | normed latent vector (512)
+    a query     q with RoPE (64) | q without RoPE, times its head's key matrix (512)
+    a result    mixed latent vectors (512), times its head's value matrix
+
+Prompts are computed in the same form as decodes, so that a token has the same bits in both. Their
+scores and sums take (576 + 512) / (192 + 128) = 3.4 times the products of attention with a key and
+a value for each head, in DeepSeek's sizes.
+
+Where a device's attention cannot take values from keys, those of each head are cached
+(`ModelShape.expanded`): KV takes the memory of attention with as many KV heads as heads, each as
+wide as a key.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +32,8 @@ from engine.worker.model.layers import Mixer
 from engine.worker.model.rope import yarn_magnitude
 from engine.worker.ports import (
     AttentionOptions,
+    HeadLinear,
+    HeadOperators,
     Linear,
     ModelShape,
     Norm,
@@ -44,51 +59,92 @@ class LatentSizes:
     def key(self) -> int:
         return self.plain + self.turned
 
+    @property
+    def cached(self) -> int:
+        return self.turned + self.latent
+
+
+@dataclass(frozen=True, slots=True)
+class LatentInputs:
+    """The linears before the attention of one layer. RoPE pairs neighbours in the checkpoint if it
+    has `pairs`, so many of them, and halves in the engine."""
+
+    linear: Linear  # to q or its latent vector, k with RoPE, and the latent vector of k and v
+    kv_norm: Norm
+    q_norm: Norm | None
+    q: Linear | None
+    pairs: int
+
+    def queries(self, q: Tensor, heads: int, sizes: LatentSizes) -> Tensor:
+        """All heads of q, `[tokens, heads, key]`, from the first outputs of the linear."""
+        if self.q is not None and self.q_norm is not None:
+            q = self.q(self.q_norm(q))
+        return q.view(-1, heads, sizes.key)
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """MLA with expanded keys and values. The dimensions with RoPE come first in a cached head, and
-    are put into halves where RoPE pairs neighbours in the checkpoint."""
+    """MLA over cached latent vectors."""
 
     layer: int
     num_heads: int
     sizes: LatentSizes
     rope: int
-    inputs: Linear  # to q or its latent vector, the latent vector of k and v, and k with RoPE
-    kv_norm: Norm
-    kv: Linear
+    inputs: LatentInputs
+    keys: HeadLinear  # from q without RoPE to what the latent vector is multiplied by
+    values: HeadLinear  # from a mixed latent vector
     out: Linear
-    pairs_neighbours: bool
-    q_norm: Norm | None = None
-    q: Linear | None = None
+    of_heads: HeadOperators
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        sizes, heads = self.sizes, self.num_heads
-        y = self.inputs(x)
-        q_width = y.shape[1] - sizes.latent - sizes.turned
-        q, latent, k_turned = torch.split(y, [q_width, sizes.latent, sizes.turned], dim=1)
-        if self.q is not None and self.q_norm is not None:
-            q = self.q(self.q_norm(q.contiguous()))
-        q = q.reshape(-1, heads, sizes.key)
-        kv = self.kv(self.kv_norm(latent.contiguous()))
+        sizes, heads, pairs = self.sizes, self.num_heads, self.inputs.pairs
+        rows, turned = len(x), sizes.turned
+        y = self.inputs.linear(x)
+        qk = self.of_heads.empty("latent q and k", y, (rows, heads + 1, sizes.cached))
+        own_q, own_k = torch.split(qk, [heads, 1], dim=1)
+        self.of_heads.copy(y[:, -sizes.cached :].view(rows, 1, sizes.cached), own_k, pairs)
+        self.inputs.kv_norm.apply_(own_k[..., turned:])
+        q = self.inputs.queries(y[:, : -sizes.cached], heads, sizes)
+        self.of_heads.copy(q[..., sizes.plain :], own_q[..., :turned], pairs)
+        self.keys(q[..., : sizes.plain], own_q[..., turned:])
+        rope = context.ropes[self.rope]
+        mixed = context.attention.run(self.layer, own_q, own_k, None, rope)
+        values = self.of_heads.empty("values of heads", mixed, (rows, heads, sizes.value))
+        self.values(mixed, values)
+        return values.view(rows, heads * sizes.value)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedAttention:
+    """MLA with keys and values of each head. The dimensions with RoPE come first in a head."""
+
+    layer: int
+    num_heads: int
+    sizes: LatentSizes
+    rope: int
+    inputs: LatentInputs
+    kv: Linear
+    out: Linear
+    of_heads: HeadOperators
+
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        sizes, heads, pairs = self.sizes, self.num_heads, self.inputs.pairs
+        y = self.inputs.linear(x)
+        q = self.inputs.queries(y[:, : -sizes.cached].contiguous(), heads, sizes)
+        k_turned, latent = torch.split(y[:, -sizes.cached :], [sizes.turned, sizes.latent], dim=1)
+        kv = self.kv(self.inputs.kv_norm(latent.contiguous()))
         kv = kv.view(-1, heads, sizes.plain + sizes.value)
-        turned = slice(0, sizes.turned)
         qkv = y.new_zeros(len(x), 3 * heads, sizes.key)
         own_q, own_k, own_v = torch.split(qkv, heads, dim=1)
-        own_q[..., turned] = self._turned(q[..., sizes.plain :])
+        self.of_heads.copy(q[..., sizes.plain :], own_q[..., : sizes.turned], pairs)
         own_q[..., sizes.turned :] = q[..., : sizes.plain]
-        own_k[..., turned] = self._turned(k_turned)[:, None]
         own_k[..., sizes.turned :] = kv[..., : sizes.plain]
+        shared = k_turned[:, None].expand(-1, heads, -1)
+        self.of_heads.copy(shared, own_k[..., : sizes.turned], pairs)
         own_v[..., : sizes.value] = kv[..., sizes.plain :]
         mixed = context.attention.run(self.layer, own_q, own_k, own_v, context.ropes[self.rope])
         values = mixed.view(len(x), heads, sizes.key)[..., : sizes.value]
         return values.reshape(len(x), heads * sizes.value)
-
-    def _turned(self, part: Tensor) -> Tensor:
-        """Dimensions with RoPE, in the engine's order."""
-        if not self.pairs_neighbours:
-            return part
-        return torch.cat((part[..., ::2], part[..., 1::2]), dim=-1)
 
 
 class LatentFamily(RotaryFamily):
@@ -117,6 +173,17 @@ class LatentFamily(RotaryFamily):
         fields.reject_unless("num_key_value_heads", fields.integer("num_attention_heads"))
         return self._sizes.key
 
+    def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
+        """The shape with one KV head, whose values are the latent vectors."""
+        sizes = self._sizes
+        return replace(
+            super().sized(fields, shape),
+            num_kv_heads=1,
+            head_dim=sizes.cached,
+            values_from=sizes.turned,
+            expanded_dim=sizes.key,
+        )
+
     def attention(self, fields: Fields, num_layers: int) -> tuple[AttentionOptions, ...]:
         rope = fields.child("rope_parameters") or fields.child("rope_scaling") or Fields({})
         magnitude = 1.0
@@ -133,30 +200,68 @@ class LatentFamily(RotaryFamily):
         shard, operators, sizes = projections.shard, projections.operators, self._sizes
         at, heads, rope = f"{at}.self_attn", shard.heads, self._ropes.of_layer[layer]
         assert rope is not None, "all layers have RoPE"
-
-        def up(name: str, width: int, inputs: int) -> Linear:
-            part = heads.times(width)
-            weight = TensorSlice(f"{at}.{name}.weight", (part.size, inputs), rows=part.run)
-            return operators.linear([projections.weights.weight(weight)], None)
-
-        def norm(name: str, width: int) -> Norm:
-            weight = projections.weights.tensor(TensorSlice(f"{at}.{name}.weight", (width,)))
-            return operators.rms_norm(weight, LATENT_EPS)
-
-        own_q = (f"{at}.q_proj", heads.times(sizes.key))
-        if sizes.q_latent:
-            own_q = (f"{at}.q_a_proj", RankPart.whole(sizes.q_latent))
-        latent = (f"{at}.kv_a_proj_with_mqa", RankPart.whole(sizes.latent + sizes.turned))
+        inputs, number = self._inputs(projections, at), layer - shard.span.start
+        width = heads.times(sizes.value)
+        out = projections.to_hidden(f"{at}.o_proj", width, has_bias=False)
+        if shard.shape.values_from is None:
+            kv = _up(projections, f"{at}.kv_b_proj", sizes.plain + sizes.value, sizes.latent)
+            of_heads = operators.heads
+            return ExpandedAttention(number, len(heads.run), sizes, rope, inputs, kv, out, of_heads)
         return LatentAttention(
-            layer=layer - shard.span.start,
+            layer=number,
             num_heads=len(heads.run),
             sizes=sizes,
             rope=rope,
-            inputs=projections.from_hidden([own_q, latent], has_bias=False),
-            kv_norm=norm("kv_a_layernorm", sizes.latent),
-            kv=up("kv_b_proj", sizes.plain + sizes.value, sizes.latent),
-            out=projections.to_hidden(f"{at}.o_proj", heads.times(sizes.value), has_bias=False),
-            pairs_neighbours=self.pairs_neighbours,
-            q_norm=norm("q_a_layernorm", sizes.q_latent) if sizes.q_latent else None,
-            q=up("q_b_proj", sizes.key, sizes.q_latent) if sizes.q_latent else None,
+            inputs=inputs,
+            keys=self._of_heads(projections, f"{at}.kv_b_proj.weight", is_key=True),
+            values=self._of_heads(projections, f"{at}.kv_b_proj.weight", is_key=False),
+            out=out,
+            of_heads=operators.heads,
         )
+
+    def _inputs(self, projections: Projections, at: str) -> LatentInputs:
+        """The linears before the attention; the rows for k with RoPE come first."""
+        sizes, heads = self._sizes, projections.shard.heads
+        own_q = (f"{at}.q_proj", heads.times(sizes.key))
+        if sizes.q_latent:
+            own_q = (f"{at}.q_a_proj", RankPart.whole(sizes.q_latent))
+        kv, size = f"{at}.kv_a_proj_with_mqa", sizes.cached
+        turned = (kv, RankPart(size, range(sizes.latent, size)))
+        latent = (kv, RankPart(size, range(sizes.latent)))
+
+        def norm(name: str, width: int) -> Norm:
+            part = TensorSlice(f"{at}.{name}.weight", (width,))
+            return projections.operators.rms_norm(projections.weights.tensor(part), LATENT_EPS)
+
+        up = f"{at}.q_b_proj"
+        return LatentInputs(
+            linear=projections.from_hidden([own_q, turned, latent], has_bias=False),
+            kv_norm=norm("kv_a_layernorm", sizes.latent),
+            q_norm=norm("q_a_layernorm", sizes.q_latent) if sizes.q_latent else None,
+            q=_up(projections, up, sizes.key, sizes.q_latent) if sizes.q_latent else None,
+            pairs=sizes.turned // 2 if self.pairs_neighbours else 0,
+        )
+
+    def _of_heads(self, projections: Projections, name: str, *, is_key: bool) -> HeadLinear:
+        """The matrices of this rank's heads that keys are made by, transposed, or those of
+        values."""
+        sizes, heads = self._sizes, projections.shard.heads
+        both, rows = sizes.plain + sizes.value, []
+        for head in heads.run:
+            first = head * both + (0 if is_key else sizes.plain)
+            rows.append(range(first, first + (sizes.plain if is_key else sizes.value)))
+        whole = heads.size * both, sizes.latent
+        parts = [
+            TensorSlice(name, whole[::-1], columns=run, is_transposed=True, as_floats=True)
+            if is_key
+            else TensorSlice(name, whole, rows=run)
+            for run in rows
+        ]
+        return projections.operators.heads.linear([projections.weights.weight(p) for p in parts])
+
+
+def _up(projections: Projections, name: str, width: int, inputs: int) -> Linear:
+    """A linear from a latent vector to `width` outputs of each of this rank's heads."""
+    part = projections.shard.heads.times(width)
+    weight = TensorSlice(f"{name}.weight", (part.size, inputs), rows=part.run)
+    return projections.operators.linear([projections.weights.weight(weight)], None)

@@ -18,6 +18,8 @@ def compile_every_kernel(progress: Callable[[str, int, int], None]) -> None:
         *paged_kernels.BY_DTYPE,
         *(paged_kernels.BY_DTYPE_AND_AMX.values() if HAS_AMX else ()),
         *(paged_kernels.BY_DTYPE_IN_PAIRS.values() if HAS_BFLOAT16_PAIRS else ()),
+        *paged_kernels.ROWS_BY_DTYPE,
+        *((paged_kernels.attend_rows_bfloat16_in_pairs,) if HAS_BFLOAT16_PAIRS else ()),
         paged_kernels.merge_partials,
         *rope_and_cache_write.BY_DTYPE,
     )

@@ -15,6 +15,7 @@ from engine.worker.cpu.kernels import (
     delta_rule,
     elementwise,
     experts,
+    heads,
     joined,
     mamba,
     recurrence,
@@ -22,6 +23,7 @@ from engine.worker.cpu.kernels import (
 )
 from engine.worker.cpu.linears.experts import NativeExperts, expert_linears
 from engine.worker.cpu.linears.floats import FLOAT32
+from engine.worker.cpu.linears.heads import NativeHeads
 from engine.worker.cpu.linears.packed import MixedLinear, NativeLowRank, PackedLinear
 from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
@@ -157,6 +159,7 @@ class NativeOperators:
         self._without_gates = KernelCall(pool, elementwise.without_gates, gates())
         self._gate_heads = KernelCall(pool, elementwise.gate_heads, gates())
         self.sampling = NativeSampling(pool)
+        self.heads = NativeHeads(pool, self._store)
 
     @property
     def kernels(self) -> tuple[Callable[..., None], ...]:
@@ -169,6 +172,7 @@ class NativeOperators:
             *mamba.KERNELS,
             *self._store.kernels,
             *experts.KERNELS,
+            *heads.KERNELS,
             *sampling.KERNELS,
         )
 

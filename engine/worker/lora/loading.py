@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.lora import LoraReport, LoraSpec
-from engine.worker.lora.model import LoraLinear, LoraModel
+from engine.worker.lora.model import HeadLowRank, LoraLinear, LoraModel
 from engine.worker.lora.peft_config import CONFIG_FILE, PeftConfig
 from engine.worker.lora.peft_names import (
     WEIGHTS_FILE,
@@ -195,6 +195,8 @@ class Loras:
         """The factors of a fused linear: A of all its modules in one matrix, and for each of its
         parts the rows of B that belong to this rank. The ranks of a row-parallel linear have some
         columns of A each, and their results are summed."""
+        if linear.is_of_heads:
+            return self._change_of_heads(linear, pairs)
         downs, ups = [], []
         places: dict[str, slice] = {}
         num_ranks = first_output = 0
@@ -212,3 +214,19 @@ class Loras:
                 ups.append(LowRankUp(places[part.module], columns, rows))
             first_output = last_output
         return self.operators.low_rank(torch.cat(downs), ups) if ups else None
+
+    def _change_of_heads(
+        self, linear: LoraLinear, pairs: Mapping[str, LowRankPair]
+    ) -> HeadLowRank | None:
+        """The factors of each head: its rows of B, or these and then A, both transposed."""
+        pair = pairs.get(linear.parts[0].module)
+        if pair is None:
+            return None
+        heads, ranks = [], slice(0, len(pair.down))
+        for part in linear.parts:
+            down, up = pair.down, pair.up[part.rows.start : part.rows.stop]
+            if part.is_transposed:
+                down, up = up.t().contiguous(), down.t().contiguous()
+            change = LowRankUp(ranks, slice(0, len(up)), up)
+            heads.append(self.operators.low_rank(down, [change]))
+        return HeadLowRank(tuple(heads))

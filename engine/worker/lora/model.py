@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.worker.lora.named_linears import LinearPart, NamedLinear, NamedLinears
 from engine.worker.model.layers import Decoder
-from engine.worker.ports import Linear, LoraSegment, LowRank, StageModel, StepContext
+from engine.worker.ports import HeadLinear, Linear, LoraSegment, LowRank, StageModel, StepContext
 
 T = TypeVar("T")
 
@@ -34,14 +34,46 @@ class LoraLinear:
     parts: tuple[LinearPart, ...]
     segments: StepSegments
     loras: dict[int, LowRank]
+    is_of_heads: bool = False
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         y = self.linear(x, add_to)
+        self.add(x, y)
+        return y
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add to the results `y` of `x` what the adapters of the step's rows add."""
         for lora_id, start, stop in self.segments.now:
             lora = self.loras.get(lora_id)
             if lora is not None:
                 lora(x[start:stop], y[start:stop])
-        return y
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLowRank:
+    """The `LowRank` of linears of heads: one for each."""
+
+    heads: tuple[LowRank, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.heads)
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        for head, lora in enumerate(self.heads):
+            lora(x[:, head], y[:, head])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraHeadLinear:
+    """Linears of heads, and what the adapters that are loaded add to them."""
+
+    linear: HeadLinear
+    added: LoraLinear  # its `linear` is not used
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        self.linear(x, y)
+        self.added.add(x, y)
 
 
 class LoraModel:
@@ -111,9 +143,10 @@ def with_loras(
     segments = StepSegments()
     linears: list[LoraLinear] = []
 
-    def wrap(found: NamedLinear) -> LoraLinear:
-        linears.append(LoraLinear(found.linear, found.parts, segments, {}))
-        return linears[-1]
+    def wrap(found: NamedLinear) -> LoraLinear | LoraHeadLinear:
+        added = LoraLinear(cast(Linear, found.linear), found.parts, segments, {}, found.is_of_heads)
+        linears.append(added)
+        return LoraHeadLinear(cast(HeadLinear, found.linear), added) if found.is_of_heads else added
 
     adapted = built
     if isinstance(built, Decoder):
@@ -127,7 +160,7 @@ def linear_sizes(built: StageModel, named: NamedLinears) -> dict[str, tuple[int,
     return {part.module: part.sizes for linear in found for part in linear.parts}
 
 
-def _replaced(part: T, named: NamedLinears, wrap: Callable[[NamedLinear], LoraLinear]) -> T:
+def _replaced(part: T, named: NamedLinears, wrap: Callable[[NamedLinear], object]) -> T:
     """A copy of a tree of frozen dataclasses and tuples in which all named linears are wrapped."""
     found = named.find(part)
     if found is not None:
@@ -143,7 +176,7 @@ def _replaced(part: T, named: NamedLinears, wrap: Callable[[NamedLinear], LoraLi
 
 
 def _changes(
-    part: object, named: NamedLinears, wrap: Callable[[NamedLinear], LoraLinear]
+    part: object, named: NamedLinears, wrap: Callable[[NamedLinear], object]
 ) -> Iterator[tuple[str, object]]:
     """The fields of a dataclass that have linears, with their new values."""
     assert is_dataclass(part), "checked by the caller"

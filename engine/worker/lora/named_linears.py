@@ -14,6 +14,8 @@ from engine.worker.ports import (
     Activation,
     Experts,
     ExpertWeights,
+    HeadLinear,
+    HeadOperators,
     HeadTiles,
     Linear,
     LinearWeight,
@@ -37,13 +39,16 @@ class LinearPart(NamedTuple):
     rows: range
     columns: range
     tiles: HeadTiles | None = None  # the order of the linear's inputs, if it is not the module's
+    is_transposed: bool = False  # whether the linear multiplies the transpose of these rows
 
 
 class NamedLinear(NamedTuple):
-    """A linear, and the modules whose outputs it computes side by side."""
+    """A linear, and the modules whose outputs it computes side by side; linears of heads, and the
+    share of each head in a module."""
 
-    linear: Linear
+    linear: Linear | HeadLinear
     parts: tuple[LinearPart, ...]
+    is_of_heads: bool = False
 
 
 class NamedLinears:
@@ -69,19 +74,27 @@ class NamedLinears:
         """The weights that came from the source so far will be part of no linear."""
         self._weights.clear()
 
-    def note(self, linear: Linear, weights: Sequence[LinearWeight]) -> None:
+    def note(
+        self,
+        linear: Linear | HeadLinear,
+        weights: Sequence[LinearWeight],
+        *,
+        is_of_heads: bool = False,
+    ) -> None:
         """These weights are now those of `linear`."""
         found = [self._weights.pop(id(weight), None) for weight in weights]
         slices = [pair[1] for pair in found if pair is not None]
         if len(slices) == len(weights) and all(each.name.endswith(SUFFIX) for each in slices):
             parts = tuple(_part(each) for each in slices)
-            self._linears[id(linear)] = NamedLinear(linear, parts)
+            self._linears[id(linear)] = NamedLinear(linear, parts, is_of_heads)
 
 
 def _part(part: TensorSlice) -> LinearPart:
     outputs, inputs = part.shape
     rows, columns = part.ranges
     module = part.name.removesuffix(SUFFIX)
+    if part.as_floats and part.is_transposed:
+        return LinearPart(module, (inputs, outputs), columns, rows, is_transposed=True)
     return LinearPart(module, (outputs, inputs), rows, columns, part.tiles)
 
 
@@ -103,12 +116,27 @@ class _NotedSource:
         return weight
 
 
+class _NotedHeads:
+    """`HeadOperators` whose linears are remembered."""
+
+    def __init__(self, heads: HeadOperators, named: NamedLinears) -> None:
+        self._heads = heads
+        self._named = named
+        self.empty, self.copy = heads.empty, heads.copy
+
+    def linear(self, weights: Sequence[LinearWeight]) -> HeadLinear:
+        linear = self._heads.linear(weights)
+        self._named.note(linear, weights, is_of_heads=True)
+        return linear
+
+
 class _NotedOperators:
     """`Operators` whose linears are remembered."""
 
     def __init__(self, operators: Operators, named: NamedLinears) -> None:
         self._operators = operators
         self._named = named
+        self.heads = _NotedHeads(operators.heads, named)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._operators, name)

@@ -18,6 +18,8 @@ from engine.worker.ports import (
     Draw,
     Experts,
     ExpertWeights,
+    HeadLinear,
+    HeadOperators,
     Linear,
     LinearWeight,
     LowRankUp,
@@ -69,6 +71,16 @@ class TorchLowRank:
         inner = F.linear(x, self.down)
         for ranks, columns, weight in self.ups:
             y[:, columns] += F.linear(inner[:, ranks], weight)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchHeadLinear:
+    """The linears of all heads with unpacked float weights."""
+
+    weights: Tensor  # [heads, in, out]
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        y.copy_(torch.bmm(x.transpose(0, 1), self.weights).transpose(0, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +138,26 @@ class TorchSampling:
         return torch.tensor(tokens, device=logits.device)
 
 
+class TorchHeads:
+    """The `HeadOperators` of any device, in plain torch."""
+
+    def linear(self, weights: Sequence[LinearWeight]) -> HeadLinear:
+        return TorchHeadLinear(torch.stack([dequantize(weight).t() for weight in weights]))
+
+    def empty(self, kind: str, like: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        return like.new_empty(sizes)
+
+    def copy(self, x: Tensor, y: Tensor, pairs: int) -> None:
+        split = 2 * pairs
+        y[..., :pairs], y[..., pairs:split] = x[..., :split:2], x[..., 1:split:2]
+        y[..., split:] = x[..., split:]
+
+
 class TorchOperators:
     """The `Operators` of any device, in plain torch."""
 
     sampling: SamplingOperators = TorchSampling()
+    heads: HeadOperators = TorchHeads()
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
         parts = [dequantize(weight) for weight in weights]

@@ -37,6 +37,8 @@ from engine.worker.ports.operators import (
     Activation,
     Argmax,
     Draw,
+    HeadLinear,
+    HeadOperators,
     Linear,
     LowRank,
     LowRankUp,

@@ -24,6 +24,7 @@ class AttentionSpec:
     `soft_cap`, `has_sinks`, `is_causal` and `sees_images` are those of `AttentionOptions`. Without
     `has_own_kv`, `run` gets no keys and values, and reads those that another layer has written.
     `cache_head_dim` is the head size that the cache has room for, None for `head_dim`.
+    `values_from` is that of `ModelShape`: `run` gets no values then.
     `dtype` is the dtype of q, k, v and of the attention output. The KV cache may have another
     dtype: a cached number times `k_scale` or `v_scale` is the key or value. Backends on a GPU
     need `limits`. Batch-invariant: a token's attention has the same bits whatever else is in the
@@ -48,6 +49,12 @@ class AttentionSpec:
     has_own_kv: bool = True
     cache_head_dim: int | None = None
     choices: str = ""
+    values_from: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value, and of a head of the output."""
+        return self.head_dim - (self.values_from or 0)
 
     @property
     def tokens_ahead(self) -> int:
@@ -82,7 +89,8 @@ class AttentionBackend(Protocol):
         rope: RopeAngles | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Rotate q and k, write k and v into the cache, attend; all `[tokens, heads, dim]`.
+        """Rotate q and k, write k and v into the cache, attend; all `[tokens, heads, dim]`, the
+        result `[tokens, heads, value_dim]`.
 
         `layer` counts within the stage. Each token attends to its request's slots up to itself; if
         the spec is not causal, to all its request's slots in the step; if it `sees_images`, the

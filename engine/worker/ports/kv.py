@@ -38,7 +38,8 @@ class KVTensors:
 
     In int8 each number is multiplied by the scale of its token and head (`[num_blocks, block_size,
     kv_heads]` for each layer); other dtypes have no scales. The device chooses the memory order.
-    The last `num_spare` blocks belong to no request: padding rows of a batch write there.
+    The last `num_spare` blocks belong to no request: padding rows of a batch write there. Without
+    `values` these are dimensions of the keys, `ModelShape.values_from`.
     """
 
     keys: tuple[Tensor, ...]

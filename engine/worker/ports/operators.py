@@ -42,6 +42,33 @@ class LowRank(Protocol):
         ...
 
 
+class HeadLinear(Protocol):
+    """A linear of its own for each head, all of one shape."""
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        """Write to `y` `[tokens, heads, out]` the results of `x` `[tokens, heads, in]`. Both may be
+        some columns of wider tensors."""
+        ...
+
+
+class HeadOperators(Protocol):
+    """What computes heads one by one, `[tokens, heads, dim]`."""
+
+    def linear(self, weights: Sequence[LinearWeight]) -> HeadLinear:
+        """The linears of a weight `[out, in]` of each head, used as `Operators.linear` does."""
+        ...
+
+    def empty(self, kind: str, like: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Memory for a result, in the dtype and on the device of `like`. The next result of the
+        same `kind` may lie there."""
+        ...
+
+    def copy(self, x: Tensor, y: Tensor, pairs: int) -> None:
+        """Copy `x` to `y`. The first `2 * pairs` dimensions of a head are pairs of neighbours in
+        `x`, of which `y` has the first ones and then the second ones."""
+        ...
+
+
 class Norm(Protocol):
     """A norm over the last dimension."""
 
@@ -180,3 +207,6 @@ class Operators(Protocol):
 
     @property
     def sampling(self) -> SamplingOperators: ...
+
+    @property
+    def heads(self) -> HeadOperators: ...

@@ -1,6 +1,6 @@
 """Sizes of a model and of the largest step it has to run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.worker.ports.recurrent import RecurrentShape
 
@@ -55,7 +55,9 @@ class ModelShape:
     lower `max_positions` to the served context length. Where layers differ in their heads, the KV
     of `num_kv_heads` heads of `head_dim` is as wide as the widest layer's.
     With `layer_input_width` each layer has an input of its own, which stages send on with the
-    hidden states (Gemma 4).
+    hidden states (Gemma 4). With `values_from` the values of all layers are the dimensions of their
+    keys from there on, and only keys are cached (MLA); `expanded_dim` is the head size of the same
+    attention with keys and values of each head.
     """
 
     num_layers: int
@@ -73,6 +75,16 @@ class ModelShape:
     layer_input_width: int = 0
     recurrent: tuple[RecurrentShape | None, ...] = ()
     mixes_both: bool = False
+    values_from: int | None = None
+    expanded_dim: int = 0
+
+    def expanded(self) -> "ModelShape":
+        """The shape for attention that cannot take values from keys."""
+        if self.values_from is None:
+            return self
+        return replace(
+            self, num_kv_heads=self.num_heads, head_dim=self.expanded_dim, values_from=None
+        )
 
     @property
     def recurrent_layers(self) -> tuple[RecurrentShape, ...]:

@@ -149,7 +149,8 @@ class TensorSlice:
     `shape` is that of the whole tensor; `rows` and `columns` select from its first and second
     dimension, None selects all. With `is_transposed` the file stores the transpose, while `shape`,
     `rows` and `columns` describe the tensor that is returned. `tiles` is the order in which the
-    file has the columns, where it is not that of LoRA adapters.
+    file has the columns, where it is not that of LoRA adapters. `as_floats`: quantized numbers are
+    dequantized, as those of the transpose have to be.
     """
 
     name: str
@@ -158,6 +159,7 @@ class TensorSlice:
     columns: range | None = None
     is_transposed: bool = False
     tiles: HeadTiles | None = None
+    as_floats: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -51,6 +51,7 @@ def attention_specs(
             has_own_kv=options.kv_layer is None,
             cache_head_dim=width // (options.num_kv_heads or local.num_kv_heads),
             choices=choices,
+            values_from=local.values_from,
         )
         for options in (local.layer_attention[number] for number in local.attention_layers)
     )

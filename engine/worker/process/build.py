@@ -40,8 +40,8 @@ from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker_settings import Placement, TierReport, WorkerReport, WorkerSettings
 
 
-def _served_shape(settings: WorkerSettings, checkpoint: Checkpoint) -> ModelShape:
-    """The model's shape, with the context length that is served as its positions."""
+def _served_shape(settings: WorkerSettings, checkpoint: Checkpoint, device: Device) -> ModelShape:
+    """The model's shape on a device, with the context length that is served as its positions."""
     shape, pooling = checkpoint.family.shape, checkpoint.pooling
     if settings.max_model_len > shape.max_positions:
         raise StartupError(
@@ -53,6 +53,7 @@ def _served_shape(settings: WorkerSettings, checkpoint: Checkpoint) -> ModelShap
     usual = shape.max_positions
     if pooling is not None and pooling.max_tokens is not None:
         usual = min(usual, pooling.max_tokens)
+    shape = shape if device.takes_values_from_keys else shape.expanded()
     return replace(shape, max_positions=settings.max_model_len or usual)
 
 
@@ -111,7 +112,7 @@ class _Place:
 def _open_place(settings: WorkerSettings, progress: Progress, device: Device | None) -> _Place:
     checkpoint = Checkpoint.open(settings.model, settings.task, settings.mmproj)
     device = device or open_device(settings, checkpoint.preferred_format)
-    shape = _served_shape(settings, checkpoint)
+    shape = _served_shape(settings, checkpoint, device)
     shard, plane = _join(shape, settings.placement, device)
     shard = replace(shard, has_logits=checkpoint.pooling is None)
     return _Place(settings, checkpoint, device, shape, shard, plane, progress)

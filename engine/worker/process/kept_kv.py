@@ -158,7 +158,10 @@ def _kv_facts(
         device.formats.weights,
         settings.kernels.activation_bits,
     )
-    original = checkpoint.family.shape.original_positions
+    shape = checkpoint.family.shape
+    original = shape.original_positions
+    if shape.values_from is not None:
+        numbers += (shape.head_dim, shape.values_from)
     if original is not None:
         numbers += ("long" if max_model_len > original else "short",)
     return f"{checkpoint.architecture} {numbers} {settings.kv.block_size} {device.kernels}"

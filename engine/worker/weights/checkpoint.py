@@ -17,7 +17,12 @@ from engine.errors import StartupError
 from engine.files import source_digest
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.media import EncoderReport
-from engine.worker.model.torch_operators import TorchLinear, TorchOperators
+from engine.worker.model.torch_operators import (
+    TorchHeadLinear,
+    TorchHeads,
+    TorchLinear,
+    TorchOperators,
+)
 from engine.worker.ports import (
     BuildsEncoder,
     BuildsMtp,
@@ -67,8 +72,17 @@ def load_from_table(table_path: str, what: str, name: str) -> object:
     return load_by_name(table[name])
 
 
+class NoHeads(TorchHeads):
+    """Linears from tensors without contents."""
+
+    def linear(self, weights: Sequence[LinearWeight]) -> TorchHeadLinear:
+        return TorchHeadLinear(dequantize(weights[0]))
+
+
 class NoOperators(TorchOperators):
     """Builds a model from tensors without contents, and so allocates nothing large."""
+
+    heads = NoHeads()
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> TorchLinear:
         return TorchLinear(dequantize(weights[0]), bias)

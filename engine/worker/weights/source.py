@@ -71,6 +71,8 @@ class Weights:
     def weight(self, part: TensorSlice) -> Weight:
         """Quantized where the file stores it quantized."""
         found = self._read(part)
+        if part.as_floats:
+            found = dequantize(found)
         if not isinstance(found, Tensor):
             if part.is_transposed:
                 raise StartupError(

@@ -53,7 +53,7 @@ def write(directory: Path, scheme: str, variant: str = "llama") -> Any:
     tensors: dict[str, Tensor] = {}
     for number, (name, tensor) in enumerate(sorted(load_file(path).items())):
         tensors[name] = tensor
-        if not name.endswith("_proj.weight"):
+        if not name.endswith("_proj.weight") or name not in parameters:  # experts are not
             continue
         counts = [-(-size // step) for size, step in zip(tensor.shape, block, strict=True)]
         generator = torch.Generator().manual_seed(number)
@@ -133,6 +133,16 @@ def test_a_gpu_computes_with_the_weights_as_they_are_stored(
     found, wanted = Driver(worker).logits((0, TOKENS))[0], logits_of(model, TOKENS)
     allowed = 0.25 if capability >= (9, 0) and scheme != "blocks" else 0.1
     assert float((found.float() - wanted).abs().max()) < allowed * float(wanted.std())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_matrices_of_latent_vectors_may_be_fp8(tmp_path: Path, scheme: str) -> None:
+    """Those of keys are multiplied transposed."""
+    model = write(tmp_path, scheme, "deepseek_v3")
+    worker = load_worker(tmp_path, attention="cpu", weights="float32")
+    torch.testing.assert_close(
+        Driver(worker).logits((0, TOKENS))[0], logits_of(model, TOKENS), rtol=0, atol=1e-4
+    )
 
 
 def test_fused_tensors_may_be_fp8(tmp_path: Path) -> None:

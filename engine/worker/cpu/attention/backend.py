@@ -1,6 +1,7 @@
 """Attention on the CPU, which reads the paged KV cache in place, in native kernels."""
 
 import ctypes
+from collections.abc import Sequence
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from engine.worker.cpu.attention import paged_kernels as paged
 from engine.worker.cpu.attention import rope_and_cache_write as rope_write
 from engine.worker.cpu.attention.kv_pages import LayerPages
 from engine.worker.cpu.attention.softmax import SPAN, partial_floats
+from engine.worker.cpu.build import compile_all
 from engine.worker.cpu.kernel_call import KernelCall, share_out
 from engine.worker.cpu.kernels.dtypes import dtype_code
 from engine.worker.cpu.kernels.linears.tile_formats import AMX_ROWS
@@ -34,10 +36,11 @@ from engine.worker.ports import (
 ROWS = 48
 AMX_TILES = 4  # tiles per task
 CHUNKS_PER_THREAD = 4  # enough for all threads to end at about the same time
+MIN_ROWS = 4  # of a task whose query heads are shared out among threads
 FEW_DECODES = 8
 MIN_SPANS = 4  # a context is divided among threads from so many on
 TASK, INT64 = np.dtype(paged.Task), np.dtype(np.int64)
-PLAN_KEY = Struct("7q")
+PLAN_KEY = Struct("8q")
 
 Tasks = NDArray[np.void]  # arrays of dtype TASK
 
@@ -87,17 +90,25 @@ class CpuAttention(RecordableAttention):
         group = spec.num_heads // spec.num_kv_heads
         self._pool = pool
         self._cache = cache  # kernels keep addresses only
-        self._kv_heads = spec.num_kv_heads
+        self._kv_heads, self._group = spec.num_kv_heads, group
+        self._splits, self._parts = _splits_of(spec), 1
         self._window = spec.window or 0
         self._ahead, self._sees_images = spec.tokens_ahead, spec.sees_images
         self._has_sinks, self._has_own_kv = spec.has_sinks, spec.has_own_kv
         dtype = dtype_code(cache.keys[0].dtype)
-        attend = paged.attend_kernel(dtype, group, spec.head_dim, cache.block_size)
+        self._out_sizes = spec.num_heads, spec.value_dim
+        if spec.values_from is None:
+            attend = paged.attend_kernel(dtype, group, spec.head_dim, cache.block_size)
+        else:
+            attend = paged.attend_rows_kernel(
+                dtype, spec.head_dim, spec.value_dim, cache.block_size
+            )
+            compile_all((attend,))  # none of the usual kernels
         self._tokens_per_task = max(1, ROWS // group)
         if attend in paged.BY_DTYPE_AND_AMX.values():  # all tiles have as many rows
             self._tokens_per_task = max(1, AMX_TILES * (AMX_ROWS // group))
         max_rows = self._tokens_per_task * group
-        self._partial_floats = partial_floats(max_rows, spec.head_dim)
+        self._partial_floats = partial_floats(max_rows, spec.value_dim)
         self._no_tasks: Tasks = np.empty(0, dtype=TASK)
         self._tasks, self._divided = _StoredValues(TASK), _StoredValues(TASK)
         self._tables, self._slots = _StoredValues(INT64), _StoredValues(INT64)
@@ -108,12 +119,14 @@ class CpuAttention(RecordableAttention):
         self._scratch: NDArray[np.float32] = np.empty(stride * pool.threads, dtype=np.float32)
         self._partials: NDArray[np.float32] = np.empty(0, dtype=np.float32)
         self._partials_at = 0  # its address, once it is needed
-        self._pages = _pages_of_layers(cache)
+        self._has_values = spec.values_from is None
+        self._pages = _pages_of_layers(cache, spec.values_from)
         attend_operands, merge_operands = (
             paged.AttentionOperands(
                 kv_heads=spec.num_kv_heads,
                 group=group,
                 dim=spec.head_dim,
+                value_dim=spec.value_dim,
                 window=self._window,
                 ahead=spec.tokens_ahead,
                 scale=spec.scale,
@@ -139,6 +152,9 @@ class CpuAttention(RecordableAttention):
         if self._pool.threads > 1 and layout.kv_len.max() > (MIN_SPANS - 1) * SPAN:
             divided, tasks = self._divide(tasks)
         self._num_tasks, self._num_divided = len(tasks), len(divided)
+        threads, parts = self._pool.threads, self._splits
+        self._parts = next((n for n in parts if n * len(tasks) >= threads), parts[-1])
+        self._reserve_partials(divided)
         self._has_decodes_only = layout.num_decodes == layout.num_requests
         self._addresses = Addresses(
             self._tasks(tasks),
@@ -150,7 +166,7 @@ class CpuAttention(RecordableAttention):
 
     @property
     def plan_key(self) -> bytes:
-        return PLAN_KEY.pack(*self._addresses, self._num_tasks, self._num_divided)
+        return PLAN_KEY.pack(*self._addresses, self._num_tasks, self._num_divided, self._parts)
 
     @property
     def has_decodes_only(self) -> bool:
@@ -159,12 +175,18 @@ class CpuAttention(RecordableAttention):
     def _fit_attend(self, operands: paged.AttentionOperands, rows: int) -> int:
         """Fit the kernel's operands to the last plan, of so many rows."""
         operands.tasks, operands.tables, _, operands.partials, _ = self._addresses
-        return self._num_tasks * self._kv_heads
+        self._share_heads(operands)
+        return self._num_tasks * operands.kv_heads
 
     def _fit_merge(self, operands: paged.AttentionOperands, rows: int) -> int:
         """Fit the kernel's operands to the last plan, of so many rows."""
         operands.tasks, operands.partials = self._addresses.divided, self._addresses.partials
-        return self._num_divided * self._kv_heads
+        self._share_heads(operands)
+        return self._num_divided * operands.kv_heads
+
+    def _share_heads(self, operands: paged.AttentionOperands) -> None:
+        operands.kv_heads = self._kv_heads * self._parts
+        operands.group = self._group // self._parts
 
     def _fit_write(self, operands: rope_write.RopeWriteOperands, rows: int) -> int:
         """Fit the kernel's operands to the slots of the last plan, of so many rows."""
@@ -224,11 +246,15 @@ class CpuAttention(RecordableAttention):
         runs["low"] += piece * most * SPAN
         runs["high"] = np.minimum(runs["high"], runs["low"] + most * SPAN)
         runs["partial"] += piece * most
-        needed = int(spans.sum()) * self._kv_heads * self._partial_floats
+        return divided, np.concatenate((runs, tasks[~is_long]))
+
+    def _reserve_partials(self, divided: Tasks) -> None:
+        """Have memory for the partial results of these tasks."""
+        spans = -(-(divided["high"] - divided["low"]) // SPAN)
+        needed = int(spans.sum()) * self._kv_heads * self._parts * self._partial_floats
         if len(self._partials) < needed:
             self._partials = np.empty(needed, dtype=np.float32)
             self._partials_at = self._partials.ctypes.data
-        return divided, np.concatenate((runs, tasks[~is_long]))
 
     def run(
         self,
@@ -241,12 +267,15 @@ class CpuAttention(RecordableAttention):
     ) -> Tensor:
         stride = q.stride(0)
         assert self._has_own_kv == (k is not None), "as the spec says"
-        if k is not None and v is not None:
-            ends = q.data_ptr() + q[0].nbytes, k.data_ptr() + k[0].nbytes
-            assert ends == (k.data_ptr(), v.data_ptr()), "q, k and v are adjacent"
-            assert k.stride(0) == v.stride(0) == stride, "in the rows of one tensor"
+        if k is not None:
+            assert self._has_values == (v is not None), "as the spec says"
+            for one, then in ((q, k), (k, v)):
+                if then is not None:
+                    end = one.data_ptr() + one[0].nbytes
+                    assert end == then.data_ptr(), "q, k and v are adjacent"
+                    assert then.stride(0) == stride, "in the rows of one tensor"
         assert self._has_sinks == (sinks is not None), "as the spec says"
-        out = self._pool.empty("attention", tuple(q.shape))
+        out = self._pool.empty("attention", (len(q), *self._out_sizes))
         attend, merge, write = self._attend.operands, self._merge.operands, self._write.operands
         attend.sinks = merge.sinks = 0 if sinks is None else sinks.data_ptr()
         attend.pages = write.pages = ctypes.addressof(self._pages[layer])
@@ -265,26 +294,46 @@ class CpuAttention(RecordableAttention):
         return out
 
 
-def _pages_of_layers(cache: KVTensors) -> Any:
+def _splits_of(spec: AttentionSpec) -> list[int]:
+    """Into how many parts the query heads of a KV head may be divided, each computed as if it had
+    a KV head of its own. Several are for the one key of latent vectors only."""
+    most = 1
+    if spec.values_from is not None and spec.num_kv_heads == 1:
+        most = max(1, spec.num_heads // MIN_ROWS)
+    return [parts for parts in range(1, most + 1) if spec.num_heads % parts == 0]
+
+
+def _pages_of_layers(cache: KVTensors, values_from: int | None) -> Any:
     """An array with the `LayerPages` of each layer."""
-    page_stride, _, head_stride, _ = cache.keys[0].stride()
-    is_scaled = bool(cache.key_scales)
+    keys = cache.keys[0]
+    page_stride, key_slot_stride, head_stride, key_stride = keys.stride()
+    scale_stride = cache.key_scales[0].stride(0) if cache.key_scales else 0
+    shift = keys.itemsize * (values_from or 0)
     return (LayerPages * len(cache.keys))(
         *(
             LayerPages(
                 block_size=cache.block_size,
                 page_stride=page_stride,
-                head_stride=head_stride,
-                slot_stride=cache.values[0].stride(1),
-                scale_stride=cache.key_scales[0].stride(0) if is_scaled else 0,
+                head_stride=head_stride if keys.shape[2] > 1 else 0,
+                scale_head_stride=cache.block_size if keys.shape[2] > 1 else 0,
+                slot_stride=(cache.values or cache.keys)[layer].stride(1),
+                key_slot_stride=key_slot_stride,
+                key_stride=key_stride,
+                has_values=values_from is None,
+                scale_stride=scale_stride,
                 keys=keys.data_ptr(),
-                values=values.data_ptr(),
-                key_scales=cache.key_scales[layer].data_ptr() if is_scaled else 0,
-                value_scales=cache.value_scales[layer].data_ptr() if is_scaled else 0,
+                values=(cache.values or cache.keys)[layer].data_ptr() + shift,
+                key_scales=_address(cache.key_scales, layer),
+                value_scales=_address(cache.value_scales or cache.key_scales, layer),
             )
-            for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True))
+            for layer, keys in enumerate(cache.keys)
         )
     )
+
+
+def _address(parts: Sequence[Tensor], layer: int) -> int:
+    """The address of a layer's tensor; 0 if there are none."""
+    return parts[layer].data_ptr() if parts else 0
 
 
 def _pieces(counts: Int64s) -> tuple[Int64s, Int64s]:

@@ -1,7 +1,8 @@
 """The pages of the KV cache as kernels see them.
 
 Pages of a layer are stored head by head: keys `[blocks, heads, dim, slots]`, values `[blocks,
-heads, slots, dim]`. In int8 each token and head has a scale, `[blocks, heads, slots]`.
+heads, slots, dim]`. In int8 each token and head has a scale, `[blocks, heads, slots]`. Keys of
+which the values are a part are stored as values are.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -23,8 +24,12 @@ class LayerPages(ctypes.Structure):
 
     block_size: int
     page_stride: int  # items between blocks of keys or values
-    head_stride: int  # items between heads in a block
+    head_stride: int  # items between heads in a block; 0 if there is one
+    scale_head_stride: int  # floats between the scales of heads; 0 if there is one
     slot_stride: int  # items between slots of values
+    key_slot_stride: int  # items between slots of keys
+    key_stride: int  # items between dimensions of keys
+    has_values: int  # whether values are not a part of the keys
     scale_stride: int  # floats between the scales of blocks
     keys: int
     values: int
@@ -80,10 +85,11 @@ def keys_at(dtype, pages, at, distance):
 
 
 @njit(inline="always")
-def prefetch_scales(dtype, pages, start, end):
+def prefetch_scales(dtype, keys, values, start, end):
     """Prefetch the scales of the tokens in [start, end)."""
-    for at in range(start, end, min(pages.block_size, LINE // BYTES)):
-        prefetch_line(keys_at(dtype, pages, at, 0).scales)
+    for at in range(start, end, min(keys.block_size, LINE // BYTES)):
+        prefetch_line(keys_at(dtype, keys, at, 0).scales)
+        prefetch_line(keys_at(dtype, values, at, 0).scales)
 
 
 @njit(inline="always")

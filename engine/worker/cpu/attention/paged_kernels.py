@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from engine.worker.cpu.attention import amx_spans, vector_spans
+from engine.worker.cpu.attention import amx_spans, row_spans, vector_spans
 from engine.worker.cpu.attention.amx_products import BLOCK, WIDTH
 from engine.worker.cpu.attention.kv_pages import KVPages, prefetch_scales, read_layer_pages
 from engine.worker.cpu.attention.softmax import (
@@ -70,6 +70,7 @@ class AttentionOperands(ctypes.Structure):
     kv_heads: int
     group: int  # query heads of a KV head
     dim: int
+    value_dim: int
     pages: int  # `LayerPages`
     window: int  # tokens, 0 for all
     ahead: int  # tokens behind itself that a token sees; 0 if attention is causal
@@ -96,9 +97,8 @@ def scratch_floats(max_rows: int, dim: int) -> int:
     """Floats that a thread needs: scores, scaled queries, the merged result so far, a span's
     partial result, what is multiplied, alignment."""
     floats = max_rows * (SCORES + dim) + 2 * int(partial_floats(max_rows, dim)) + LINE
-    return floats + max(
-        amx_spans.scratch_floats(max_rows, dim), vector_spans.scratch_floats(max_rows, dim)
-    )
+    modules = amx_spans, row_spans, vector_spans
+    return floats + max(int(each.scratch_floats(max_rows, dim)) for each in modules)
 
 
 @njit(inline="always")
@@ -106,7 +106,7 @@ def _pages_of(layer, tables, task, keys_or_values, scales, dtype, head):
     """The pages of a head of keys or values of a layer."""
     return KVPages(
         keys_or_values + head * layer.head_stride * ITEM_BYTES[dtype],
-        scales + head * layer.block_size * BYTES,
+        scales + head * layer.scale_head_stride * BYTES,
         layer.page_stride * ITEM_BYTES[dtype],
         layer.scale_stride * BYTES,
         layer.block_size,
@@ -117,13 +117,14 @@ def _pages_of(layer, tables, task, keys_or_values, scales, dtype, head):
 
 @njit(inline="always")
 def _attend(operands, chunk, thread, dtype, score, weigh, alignment):
-    """`score` and `weigh` are those of `vector_spans` or `amx_spans`; what they take of the context
-    begins at a multiple of `alignment`."""
+    """`score` and `weigh` are those of a module of spans; what they take of the context begins at a
+    multiple of `alignment`."""
     a = _read_operands(operands)
     layer = read_layer_pages(a.pages)
     task = _read_task(a.tasks + (chunk // a.kv_heads) * TASK_BYTES)
     head, group, dim, max_rows = chunk % a.kv_heads, a.group, a.dim, a.max_rows
-    rows, partial_bytes = task.tokens * group, partial_floats(max_rows, dim) * BYTES
+    width = a.value_dim
+    rows, partial_bytes = task.tokens * group, partial_floats(max_rows, width) * BYTES
     scores = (a.scratch + thread * a.scratch_stride * BYTES + LINE - 1) // LINE * LINE
     scaled = scores + max_rows * SCORES * BYTES
     merged = scaled + max_rows * dim * BYTES
@@ -132,7 +133,7 @@ def _attend(operands, chunk, thread, dtype, score, weigh, alignment):
 
     q = a.q + task.first * a.q_stride * BYTES
     scale_queries(q, a.q_stride, head, group, dim, np.float32(a.scale), scaled, rows)
-    clear(merged + max_rows * dim * BYTES, 2 * max_rows)
+    clear(merged + max_rows * width * BYTES, 2 * max_rows)
     seen = task.low if a.window == 0 else max(task.low, task.position + 1 - a.window)
     seen -= seen % layer.block_size % KEYS
     keys = _pages_of(layer, a.tables, task, layer.keys, layer.key_scales, dtype, head)
@@ -144,10 +145,9 @@ def _attend(operands, chunk, thread, dtype, score, weigh, alignment):
         if task.partial >= 0:
             number = task.partial + (begin - task.low) // SPAN
             partial = a.partials + (number * a.kv_heads + head) * partial_bytes
-        stats = partial + max_rows * dim * BYTES
+        stats = partial + max_rows * width * BYTES
         if dtype in WITH_SCALES:
-            prefetch_scales(dtype, keys, start, end)
-            prefetch_scales(dtype, values, start, end)
+            prefetch_scales(dtype, keys, values, start, end)
         score(dtype, keys, seen, start, end, scaled, dim, scores, rows, scratch)
         if a.soft_cap != 0.0:
             cap_scores(scores, rows, end - start, np.float32(a.soft_cap))
@@ -155,19 +155,24 @@ def _attend(operands, chunk, thread, dtype, score, weigh, alignment):
         softmax_rows(
             scores, rows, group, position, image_end, start, end, window, ahead, stats, max_rows
         )
-        weigh(dtype, values, slot_stride, seen, start, end, scores, dim, partial, rows, scratch)
+        weigh(dtype, values, slot_stride, seen, start, end, scores, width, partial, rows, scratch)
         if task.partial < 0:
-            merge(merged, partial, rows, max_rows, dim)
+            merge(merged, partial, rows, max_rows, width)
     if task.partial < 0:
         out = a.out + task.first * a.out_stride * BYTES
         sinks = a.sinks + head * group * BYTES if a.sinks != 0 else 0
-        write_output(merged, max_rows, out, a.out_stride, head, group, dim, rows, sinks)
+        write_output(merged, max_rows, out, a.out_stride, head, group, width, rows, sinks)
 
 
 @njit(inline="always")
 def _attend_by_vectors(operands, chunk, thread, dtype):
     score, weigh = vector_spans.score_span, vector_spans.weigh_span
     _attend(operands, chunk, thread, dtype, score, weigh, 1)
+
+
+@njit(inline="always")
+def _attend_rows(operands, chunk, thread, dtype, score):
+    _attend(operands, chunk, thread, dtype, score, vector_spans.weigh_span, 1)
 
 
 @njit(inline="always")
@@ -217,11 +222,37 @@ def attend_bfloat16_by_amx(operands, chunk, thread):
     _attend_by_amx(operands, chunk, thread, BFLOAT16)
 
 
+def attend_rows_float32(operands, chunk, thread):
+    """`AttentionOperands` with a float32 cache of keys of which values are a part."""
+    _attend_rows(operands, chunk, thread, FLOAT32, row_spans.score_span)
+
+
+def attend_rows_float16(operands, chunk, thread):
+    """The same with a float16 cache."""
+    _attend_rows(operands, chunk, thread, FLOAT16, row_spans.score_span)
+
+
+def attend_rows_bfloat16(operands, chunk, thread):
+    """The same with a bfloat16 cache."""
+    _attend_rows(operands, chunk, thread, BFLOAT16, row_spans.score_span)
+
+
+def attend_rows_int8(operands, chunk, thread):
+    """The same with an int8 cache; keys and values have the same scale."""
+    _attend_rows(operands, chunk, thread, INT8, row_spans.score_span)
+
+
+def attend_rows_bfloat16_in_pairs(operands, chunk, thread):
+    """The same with a bfloat16 cache by AVX-512 BF16; values have a multiple of 32 dimensions,
+    keys an even number, blocks an even size."""
+    _attend_rows(operands, chunk, thread, BFLOAT16_PAIRS, row_spans.score_span_in_pairs)
+
+
 def merge_partials(operands, chunk, thread):
     """Merge the spans of tasks that were divided; `Task.low` to `high` is the whole context."""
     a = _read_operands(operands)
     task = _read_task(a.tasks + (chunk // a.kv_heads) * TASK_BYTES)
-    head, dim, max_rows = chunk % a.kv_heads, a.dim, a.max_rows
+    head, dim, max_rows = chunk % a.kv_heads, a.value_dim, a.max_rows
     rows, size = task.tokens * a.group, partial_floats(max_rows, dim)
     merged = a.scratch + thread * a.scratch_stride * BYTES
     clear(merged, size)
@@ -236,6 +267,23 @@ def merge_partials(operands, chunk, thread):
 BY_DTYPE = (attend_float32, attend_float16, attend_bfloat16, attend_int8)
 BY_DTYPE_IN_PAIRS = {BFLOAT16: attend_bfloat16_in_pairs, INT8: attend_int8_in_pairs}
 BY_DTYPE_AND_AMX = {FLOAT16: attend_float16_by_amx, BFLOAT16: attend_bfloat16_by_amx}
+
+ROWS_BY_DTYPE = (
+    attend_rows_float32,
+    attend_rows_float16,
+    attend_rows_bfloat16,
+    attend_rows_int8,
+)
+
+
+def attend_rows_kernel(
+    dtype: int, dim: int, value_dim: int, block_size: int
+) -> Callable[..., None]:
+    """The kernel for keys of which values are a part."""
+    is_even = value_dim % VALUE_WIDTH == block_size % 2 == dim % 2 == 0
+    if HAS_BFLOAT16_PAIRS and dtype == BFLOAT16 and is_even:
+        return attend_rows_bfloat16_in_pairs
+    return ROWS_BY_DTYPE[dtype]
 
 
 def attend_kernel(

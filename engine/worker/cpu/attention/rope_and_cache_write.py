@@ -93,11 +93,12 @@ def _rope_write(operands, chunk, dtype):
         for head in range(a.kv_heads):
             scale = (block * layer.scale_stride + head * layer.block_size + offset) * BYTES
             page, key = block * layer.page_stride + head * layer.head_stride, k + head * dim * BYTES
-            target = layer.keys + (page + offset) * ITEM_BYTES[dtype]
-            _store_head(dtype, key, target, layer.block_size, layer.key_scales + scale, dim)
-            value = key + a.kv_heads * dim * BYTES
-            target = layer.values + (page + offset * layer.slot_stride) * ITEM_BYTES[dtype]
-            _store_head(dtype, value, target, 1, layer.value_scales + scale, dim)
+            target = layer.keys + (page + offset * layer.key_slot_stride) * ITEM_BYTES[dtype]
+            _store_head(dtype, key, target, layer.key_stride, layer.key_scales + scale, dim)
+            if layer.has_values != 0:
+                value = key + a.kv_heads * dim * BYTES
+                target = layer.values + (page + offset * layer.slot_stride) * ITEM_BYTES[dtype]
+                _store_head(dtype, value, target, 1, layer.value_scales + scale, dim)
 
 
 def rope_write_float32(operands, chunk, thread):

@@ -18,6 +18,7 @@ from engine.worker.cpu.kernels.dtypes import (
     FLOAT32,
     IN_PAIRS,
     ITEM_BYTES,
+    JOINED_PAIRS,
     WITH_SCALES,
     load,
 )
@@ -68,7 +69,10 @@ def _step(dtype):
 
 def _load(builder, dtype, address, line_bytes, count):
     """`count` vectors of `LANES` numbers at an address; in pairs, each number with the one
-    `line_bytes` behind it."""
+    `line_bytes` behind it, or beside it if they are joined."""
+    if dtype == JOINED_PAIRS:
+        places = [builder.add(address, int64(4 * LANES * i)) for i in range(count)]
+        return [builder.load(pointer(builder, each, INT32S), align=4) for each in places]
     lines = [address, builder.add(address, line_bytes)][: _step(dtype)]
     if dtype == BFLOAT16_PAIRS:
         return _interleave(builder, lines, count)
@@ -165,7 +169,7 @@ def _make_score_tile(tiles):
         step = _step(dtype)
         with cgutils.for_range_slice(builder, int64(0), dim, int64(step)) as (d, _):
             shift = builder.mul(d, line_bytes)
-            for ahead in aheads:
+            for ahead in aheads if dtype != JOINED_PAIRS else ():  # a copy of keys in cache
                 for line in _lines_of(builder, ahead, shift, line_bytes, step):
                     prefetch(builder, line)
             vectors = [

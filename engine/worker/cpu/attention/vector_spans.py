@@ -111,7 +111,7 @@ def _weigh_rows(dtype, weights, runs, num_runs, out, dim, rows):
 
 
 @njit(inline="always")
-def _score_rows(dtype, stride, keys, q, dim, scores, rows):
+def score_rows(dtype, stride, keys, q, dim, scores, rows):
     """Sixteen keys against all rows of q, which are shared out evenly among tiles."""
     groups = (rows + SCORE_ROWS - 1) // SCORE_ROWS
     m = 0
@@ -124,7 +124,7 @@ def _score_rows(dtype, stride, keys, q, dim, scores, rows):
 
 
 @njit(inline="always")
-def _score_rows_of_two(dtype, stride, a, b, q, dim, scores, rows):
+def score_rows_of_two(dtype, stride, a, b, q, dim, scores, rows):
     """The keys of `a` and the next ones, `b`, against all rows of q."""
     groups = (rows + SCORE_ROWS - 1) // SCORE_ROWS
     m = 0
@@ -139,7 +139,7 @@ def _score_rows_of_two(dtype, stride, a, b, q, dim, scores, rows):
 
 
 @njit(inline="always")
-def _round_rows(x, stride, length, rows, target):
+def round_rows(x, stride, length, rows, target):
     """Rows of floats, rounded to bfloat16 up to a multiple of `LANES`; in place if that is the
     target. `stride` in bytes, of both."""
     for row in range(rows):
@@ -153,14 +153,14 @@ def score_span(dtype, pages, seen, start, end, q, dim, scores, rows, scratch):
     on its page."""
     at, size = start, pages.block_size
     if dtype in IN_PAIRS:
-        _round_rows(q, dim * BYTES, dim, rows, scratch)
+        round_rows(q, dim * BYTES, dim, rows, scratch)
         q, copy = scratch, scratch + rows * dim * BYTES
     while at < end:
         after, out = at + KEYS, scores + (at - start) * BYTES
         if dtype in IN_PAIRS and at % size + KEYS > size:
             copy_keys(dtype, pages, at, seen, end, dim, copy)
             scales = copy + dim * KEYS * ITEM_BYTES[dtype]
-            _score_rows(dtype, KEYS, Keys(copy, scales, copy), q, dim, out, rows)
+            score_rows(dtype, KEYS, Keys(copy, scales, copy), q, dim, out, rows)
             at += KEYS
         elif at % size + KEYS > size:
             key = keys_at(dtype, pages, at, 0)
@@ -170,11 +170,11 @@ def score_span(dtype, pages, seen, start, end, q, dim, scores, rows, scratch):
             distance = max(size, 2 * KEYS * AHEAD[dtype])
             keys = keys_at(dtype, pages, at, distance)
             next_keys = keys_at(dtype, pages, after, distance)
-            _score_rows_of_two(dtype, size, keys, next_keys, q, dim, out, rows)
+            score_rows_of_two(dtype, size, keys, next_keys, q, dim, out, rows)
             at += 2 * KEYS
         else:
             keys = keys_at(dtype, pages, at, size * AHEAD[dtype])
-            _score_rows(dtype, size, keys, q, dim, out, rows)
+            score_rows(dtype, size, keys, q, dim, out, rows)
             at += KEYS
 
 
@@ -200,7 +200,7 @@ def weigh_span(dtype, pages, stride, seen, start, end, weights, dim, out, rows, 
         length = end - start
         for row in range(rows):
             clear(weights + (row * SCORES + length) * BYTES, length % 2)
-        _round_rows(weights, SCORES * BYTES, length, rows, weights)
+        round_rows(weights, SCORES * BYTES, length, rows, weights)
     clear(out, rows * dim)
     num_runs = _find_runs(dtype, pages, stride, start, end, scratch)
     p = weights

@@ -16,11 +16,11 @@ from engine.worker.cpu.features import has
 from engine.worker.cpu.intrinsics import FLOAT, INT32, int64
 from engine.worker.cpu.kernels.vectors import LANES, call
 
-FLOAT32, FLOAT16, BFLOAT16, INT8, BFLOAT16_PAIRS, INT8_PAIRS = range(6)
+FLOAT32, FLOAT16, BFLOAT16, INT8, BFLOAT16_PAIRS, INT8_PAIRS, JOINED_PAIRS = range(7)
 NAMES = ("float32", "float16", "bfloat16", "int8")  # by code
-ITEM_BYTES = (4, 2, 2, 1, 2, 1)
+ITEM_BYTES = (4, 2, 2, 1, 2, 1, 2)
 WITH_SCALES = (INT8, INT8_PAIRS)
-IN_PAIRS = (BFLOAT16_PAIRS, INT8_PAIRS)  # multiplied two at a time, as bfloat16
+IN_PAIRS = (BFLOAT16_PAIRS, INT8_PAIRS, JOINED_PAIRS)  # multiplied two at a time, as bfloat16
 MAX_FLOAT16 = 65504.0
 # AVX-512 BF16: instructions that multiply pairs of bfloat16 and add to float32, and that round.
 HAS_BFLOAT16_PAIRS = LANES == 16 and has("avx512bf16")

@@ -42,7 +42,8 @@ def bytes_per_block(shape: ModelShape, num_layers: int, block_size: int, dtype: 
     """Bytes of one block: keys, values and their scales in all layers of the stage."""
     scale_bytes = torch.float32.itemsize if is_scaled(dtype) else 0
     head_bytes = shape.head_dim * dtype.itemsize + scale_bytes
-    return 2 * num_layers * block_size * shape.num_kv_heads * head_bytes
+    parts = 2 if shape.values_from is None else 1
+    return parts * num_layers * block_size * shape.num_kv_heads * head_bytes
 
 
 def choose_num_blocks(
@@ -100,12 +101,16 @@ def allocate(
     """A zeroed cache; the system backs its pages with memory only when they are written.
 
     The slots of one head in a block are contiguous, as CPU attention reads them: values slot by
-    slot, keys dimension by dimension.
+    slot, keys dimension by dimension, or slot by slot too if values are a part of them.
     """
     heads, dim = shape.num_kv_heads, shape.head_dim
-    keys = untouched_zeros((num_layers, num_blocks, heads, dim, block_size), dtype)
     values = untouched_zeros((num_layers, num_blocks, heads, block_size, dim), dtype)
     sizes = (2, num_layers if is_scaled(dtype) else 0, num_blocks, heads, block_size)
+    if shape.values_from is not None:
+        (scales,) = untouched_zeros((1, *sizes[1:]), torch.float32)
+        rows = tuple(values.permute(0, 1, 3, 2, 4))
+        return KVTensors(rows, (), key_scales=tuple(scales.transpose(2, 3)))
+    keys = untouched_zeros((num_layers, num_blocks, heads, dim, block_size), dtype)
     scales = untouched_zeros(sizes, torch.float32)
     return KVTensors(
         keys=tuple(keys.permute(0, 1, 4, 2, 3)),

@@ -196,6 +196,7 @@ def load_draft(
     _check(settings, target, checkpoint, max_model_len)
     device = of_target.beside(checkpoint.preferred_format)
     shape = replace(checkpoint.family.shape, max_positions=max_model_len)
+    shape = shape if device.takes_values_from_keys else shape.expanded()
     shard = Shard.whole(shape)
     groups = KVGroups.of(shape)
     limits = StepLimits(  # the first pass has a token more per request than the step

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -25,9 +27,10 @@ SHAPE = ModelShape(1, HEADS, KV_HEADS, DIM, 1, 1, 1, 1, 4096)
 TABLE = np.random.default_rng(0).permutation(BLOCKS).astype("<i4")
 
 
-def rows_of(count: int, seed: int) -> Tensor:
+def rows_of(count: int, seed: int, values_from: int | None = None) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, HEADS + 2 * KV_HEADS, DIM, generator=generator)
+    heads = HEADS + (2 if values_from is None else 1) * KV_HEADS
+    return torch.randn(count, heads, DIM, generator=generator)
 
 
 def run(
@@ -43,38 +46,55 @@ def run(
     step = Step(StepId(0), tuple(entries))
     attention.plan(build_layout(step, LayoutLimits(1, 4096, BLOCKS, SIZE)))
     fused = torch.cat([rows for _, _, rows in pieces])
-    q, k, v = torch.split(fused, [HEADS, KV_HEADS, KV_HEADS], dim=1)
-    found = attention.run(0, q, k, v, None).clone()
+    q, k, *values = torch.split(fused, [HEADS, *[KV_HEADS] * (fused.shape[1] - HEADS)], dim=1)
+    found = attention.run(0, q, k, values[0] if values else None, None).clone()
     return list(torch.split(found, [len(rows) for _, _, rows in pieces]))
 
 
-def opened(threads: int, dtype: torch.dtype, window: int | None) -> tuple[CpuAttention, KVTensors]:
-    cache = allocate(SHAPE, 1, BLOCKS, SIZE, dtype)
-    spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, window)
+def opened(
+    threads: int, dtype: torch.dtype, window: int | None, values_from: int | None = None
+) -> tuple[CpuAttention, KVTensors]:
+    cache = allocate(replace(SHAPE, values_from=values_from), 1, BLOCKS, SIZE, dtype)
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, window, values_from=values_from)
     return CpuAttention(spec, cache, NativeThreadPool(threads)), cache
 
 
-@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize(("window", "values_from"), [(None, None), (700, None), (None, 32)])
 @pytest.mark.parametrize("dtype", CPU_KV_DTYPES.values())
 def test_bits_are_the_same_alone_beside_others_cut_and_divided_among_threads(
-    dtype: torch.dtype, window: int | None
+    dtype: torch.dtype, window: int | None, values_from: int | None
 ) -> None:
-    whole, last = rows_of(LENGTH, 1), slice(LENGTH - 1, LENGTH)
-    alone, cache = opened(1, dtype, window)
+    whole, last = rows_of(LENGTH, 1, values_from), slice(LENGTH - 1, LENGTH)
+    alone, cache = opened(1, dtype, window, values_from)
     (expected,) = run(alone, (0, 0, whole.clone()))
-    shared, other = opened(2, dtype, window)
+    shared, other = opened(2, dtype, window, values_from)
     starts = [0, 1, 38, 700, 701, LENGTH - 1]
     for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
-        mate = rows_of(min(9, end - start), start)
+        mate = rows_of(min(9, end - start), start, values_from)
         beside, found = run(shared, (1, 0, mate), (0, start, whole[start:end].clone()))
         assert torch.equal(found, expected[start:end])
         assert len(beside) == len(mate)
     for once, again in zip(cache.in_memory_order(), other.in_memory_order(), strict=True):
         assert torch.equal(once[TABLE[:90].astype(int)], again[TABLE[:90].astype(int)])
-    mates = [(i, 0, rows_of(1, i)) for i in range(1, 30)]
+    mates = [(i, 0, rows_of(1, i, values_from)) for i in range(1, 30)]
     (again,) = run(shared, (0, LENGTH - 1, whole[last].clone()))
     assert torch.equal(again, expected[last])
     assert torch.equal(run(shared, *mates, (0, LENGTH - 1, whole[last].clone()))[-1], again)
+
+
+@pytest.mark.parametrize("dtype", CPU_KV_DTYPES.values())
+@pytest.mark.parametrize("length", [100, 1500])
+def test_bits_are_the_same_if_threads_share_the_query_heads_of_a_decode(
+    dtype: torch.dtype, length: int
+) -> None:
+    whole, found = rows_of(length, 1, 32), []
+    for threads in (1, 2, 3):
+        attention, _ = opened(threads, dtype, None, 32)
+        run(attention, (0, 0, whole[:-1].clone()))
+        found += run(attention, (0, length - 1, whole[-1:].clone()))
+        assert attention._parts == (2 if threads > 1 and length == 100 else 1)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("window", [None, 700])

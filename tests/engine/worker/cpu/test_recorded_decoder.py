@@ -7,6 +7,7 @@ import torch
 from engine.step import RequestId, SampleSpec, Step, StepEntry, StepId
 from engine.worker.cpu import operators
 from engine.worker.cpu import recorded_decoder as recorded
+from engine.worker.cpu.attention import backend
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.lora.model import LoraModel
 from engine.worker.model.rope import Rope, inverse_frequencies
@@ -32,9 +33,13 @@ def base_of(worker: Worker) -> StageModel:
     return model.base
 
 
-def logits_of_a_mixed_load(directory: Path, weights: str) -> tuple[list[torch.Tensor], int]:
+def logits_of_a_mixed_load(
+    directory: Path, weights: str, threads: int = 1
+) -> tuple[list[torch.Tensor], int]:
     """Prompts in pieces and decodes of up to 12 requests, together and apart."""
-    worker = load_worker(directory, attention="cpu", weights=weights, kv_slots=2048)
+    worker = load_worker(
+        directory, attention="cpu", weights=weights, kv_slots=2048, threads=threads
+    )
     rng, driver, found = Random(3), Driver(worker), []
     for step in range(60):
         some = rng.sample(range(12), rng.choice([1, 2, 3, 12]))
@@ -54,6 +59,8 @@ def logits_of_a_mixed_load(directory: Path, weights: str) -> tuple[list[torch.Te
         "olmo2",
         "gemma4",
         "mixtral",
+        "deepseek_v3",
+        "minicpm3",
         "qwen3_5_attention",
         "qwen3_5",
         "lfm2",
@@ -67,7 +74,7 @@ def test_logits_have_the_same_bits_replayed_or_not(
     replayed, count = logits_of_a_mixed_load(tmp_path, weights)
     monkeypatch.setattr(recorded, "MAX_ROWS", 0)
     plain, none = logits_of_a_mixed_load(tmp_path, weights)
-    if variant == "mixtral":
+    if variant in ("mixtral", "deepseek_v3"):
         assert count > 3, "of each number of decodes, whose experts differ"
     elif variant in ("qwen3_5", "granite_hybrid", "lfm2"):
         assert count == 1, "of decodes: with prompts the recurrent layers have other runs than rows"
@@ -76,6 +83,22 @@ def test_logits_have_the_same_bits_replayed_or_not(
     assert none == 0
     for one, other in zip(replayed, plain, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3", "minicpm3"])
+def test_decodes_whose_query_heads_threads_share_have_the_same_bits_replayed_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    make_checkpoint(tmp_path, variant)
+    whole, _ = logits_of_a_mixed_load(tmp_path, "float32")
+    monkeypatch.setattr(backend, "MIN_ROWS", 1)
+    shared, count = logits_of_a_mixed_load(tmp_path, "float32", threads=3)
+    assert count > 1
+    monkeypatch.setattr(recorded, "MAX_ROWS", 0)
+    plain, _ = logits_of_a_mixed_load(tmp_path, "float32", threads=3)
+    for each in zip(whole, shared, plain, strict=True):
+        assert torch.equal(each[0], each[1])
+        assert torch.equal(each[0], each[2])
 
 
 @pytest.mark.parametrize("dim", [6, 20, 64, 128])

@@ -64,6 +64,18 @@ def test_every_family_has_the_logits_of_a_cpu(tmp_path: Path, variant: str) -> N
         torch.testing.assert_close(stand_in.logits(piece), on_cpu.logits(piece), rtol=0, atol=1e-3)
 
 
+def test_keys_and_values_of_each_head_are_cached_where_a_cpu_caches_latent_vectors(
+    tmp_path: Path,
+) -> None:
+    make_checkpoint(tmp_path, "deepseek_v2")
+    settings = gpu_settings(tmp_path, dtype="float32")
+    on_gpu_too = on_gpu(settings, StandingGpu(total_bytes=1 << 31)).report
+    on_cpu = load_worker(tmp_path, block_size=on_gpu_too.block_size).report
+    layers_and_floats = 3 * on_cpu.block_size * 4
+    assert on_cpu.bytes_per_block == layers_and_floats * (24 + 8)
+    assert on_gpu_too.bytes_per_block == layers_and_floats * 2 * 4 * (16 + 8)
+
+
 @pytest.mark.parametrize(
     "variant", ["phi3", "gemma2", "gemma3", "gemma4", "gpt_oss", "deepseek_v2", "qwen3"]
 )

@@ -38,7 +38,9 @@ VARIANTS = (
     *("stablelm", "gemma3", "qwen3_5", "gpt_oss", "mixtral", "exaone4", "hunyuan", "seed_oss"),
     *("lfm2", "granite_hybrid", "bamba", "falcon_h1", "nemotron_h", "nemotron", "arcee"),
     *("starcoder2", "smollm3", "granite", "minicpm", "olmo2", "olmo3", "gemma2"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
 )
+LATENT = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 GPT2: dict[str, Any] = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
 
 
@@ -111,6 +113,8 @@ def test_other_families_have_the_logits_of_peft(tmp_path: Path, variant: str) ->
     config: dict[str, Any] = GPT2 if variant == "gpt2" else {"target_modules": "all-linear"}
     if variant == "mixtral":  # PEFT's targets would be the experts too
         config = {"target_modules": ATTENTION}
+    if variant in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):  # as mixtral
+        config = {"target_modules": LATENT}
     if variant in ("falcon_h1", "nemotron_h"):  # PEFT refuses `out_proj` beside Mamba
         config = {"target_modules": [*ALL, "in_proj"]}
     load_lora(worker, 1, make_lora(tmp_path / "lora", variant, 1, **config))

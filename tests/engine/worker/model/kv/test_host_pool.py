@@ -1,4 +1,5 @@
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,16 +61,19 @@ def test_moves_are_made_in_order() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_blocks", [1, 5])
+@pytest.mark.parametrize("values_from", [None, 1])
 def test_a_swapped_block_comes_back_with_keys_values_and_scales(
-    dtype: torch.dtype, num_blocks: int
+    dtype: torch.dtype, num_blocks: int, values_from: int | None
 ) -> None:
-    device = allocate(SHAPE, 2, num_blocks, 4, dtype)
+    shape = replace(SHAPE, values_from=values_from)
+    device = allocate(shape, 2, num_blocks, 4, dtype)
     filled = [torch.randint(-9, 9, one.shape).to(one.dtype) for one in device.in_memory_order()]
-    assert len(filled) == (8 if dtype == torch.int8 else 4)
+    parts = 2 if values_from is None else 1
+    assert len(filled) == parts * (4 if dtype == torch.int8 else 2)
     for tensor, numbers in zip(device.in_memory_order(), filled, strict=True):
         assert tensor.is_contiguous()
         tensor.copy_(numbers)
-    moves = HostPool(device, allocate(SHAPE, 2, 1, 4, dtype))
+    moves = HostPool(device, allocate(shape, 2, 1, 4, dtype))
     last = num_blocks - 1
     make(moves, [BlockMove(Direction.OUT, table(last), table(0), is_awaited=True)])
     for tensor in device.in_memory_order():

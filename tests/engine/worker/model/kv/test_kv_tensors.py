@@ -1,6 +1,7 @@
 import mmap
 import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,15 @@ def test_a_block_is_keys_and_values_of_all_layers() -> None:
     assert bytes_per_block(SHAPE, 3, 16, torch.float32) == BLOCK
     assert bytes_per_block(SHAPE, 3, 16, torch.bfloat16) == BLOCK // 2
     assert bytes_per_block(SHAPE, 3, 16, torch.int8) == BLOCK * (16 + 4) // (4 * 16)
+
+
+@pytest.mark.parametrize("dtype", CPU_KV_DTYPES.values())
+def test_a_block_of_keys_that_hold_the_values_is_half_as_large(dtype: torch.dtype) -> None:
+    shape = replace(SHAPE, values_from=4)
+    assert 2 * bytes_per_block(shape, 3, 16, dtype) == bytes_per_block(SHAPE, 3, 16, dtype)
+    cache = allocate(shape, 3, 5, 16, dtype)
+    num_bytes = sum(tensor.nbytes for tensor in cache.in_memory_order())
+    assert num_bytes == 5 * bytes_per_block(shape, 3, 16, dtype)
 
 
 def test_slots_count_before_bytes_and_bytes_before_memory() -> None:
