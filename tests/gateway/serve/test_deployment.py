@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.serve.command import VLLM_FLAGS
+from gateway.serve.command import VLLM_FLAGS, parser
 from gateway.serve.tls import Certificate
-from gateway.settings.settings import options
+from gateway.settings.settings import load, options
 from tests.certificates import make_certificate
 from tests.gateway.rig import Setting
 from tests.gateway.serve.live import listening
@@ -116,6 +116,33 @@ def test_the_compose_files_fit_the_dockerfile() -> None:
     used = re.findall(r"PODWAY_[A-Z_]+", (ROOT / "compose.yaml").read_text() + DOCKERFILE)
     used += re.findall(r"^ +(PODWAY_[A-Z_]+):", (ROOT / "compose.secrets.yaml").read_text(), re.M)
     assert set(used) - {"PODWAY_"} <= names
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.secrets.yaml"])
+def test_the_compose_files_follow_the_specification(name: str) -> None:
+    pytest.importorskip("check_jsonschema")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    checked = subprocess.run([*command, str(ROOT / name)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("service", ["gateway", "gateway-gpu"])
+def test_the_server_accepts_what_a_service_starts_it_with(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = compose("compose.yaml")["services"][service]
+    secrets = compose("compose.secrets.yaml")["services"][service]
+    (entry,) = instructions("ENTRYPOINT")
+    given = [re.sub(r"\$\{\w+:-(.*)\}", r"\1", each) for each in described["command"]]
+    assert (json.loads(entry), given[0]) == (["podway"], "serve")
+    for key, value in (described["environment"] | secrets["environment"]).items():
+        monkeypatch.setenv(key, re.sub(r"\$\{\w+:-(.*)\}", r"\1", value))
+    flags = vars(parser().parse_args(given[1:]))
+    settings = load({name: value for name, value in flags.items() if value is not None})
+    assert settings.deployments[0].model.source == "builtin"
+    assert settings.http.port == 8000
+    assert settings.access.api_key_file == Path("/run/secrets/keys.toml")
+    assert settings.http.drain_seconds < int(described["stop_grace_period"].removesuffix("s"))
 
 
 def test_the_flags_of_the_operations_page_exist() -> None:
