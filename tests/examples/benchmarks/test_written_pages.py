@@ -6,7 +6,7 @@ import pytest
 from engine.policy import POLICIES
 from examples.benchmarks.cluster import replicas as real_replicas
 from examples.benchmarks.cluster import shared_store
-from examples.benchmarks.layers import thread_counts
+from examples.benchmarks.layers import latent_attention, thread_counts
 from examples.benchmarks.mtp import acceptance
 from examples.benchmarks.peers import images as images_beside_others
 from examples.benchmarks.peers import lone_streams, parameters
@@ -41,6 +41,7 @@ PAGES: dict[str, Page] = {
     "images/peers": images_beside_others.page,
     "images/openvino": images_beside_others.page,
     "images/vllm": images_beside_others.page,
+    "latent_attention/latent_attention": latent_attention.page,
     "lora/server": lora_server.page,
     "peers/larger_zen5/lone_streams": lone_streams.page,
     "peers/m500_zen5/lone_streams": lone_streams.page,
