@@ -36,7 +36,7 @@ from engine.worker.ports import (
 ROWS = 48
 AMX_TILES = 4  # tiles per task
 CHUNKS_PER_THREAD = 4  # enough for all threads to end at about the same time
-MIN_ROWS = 4  # of a task whose query heads are shared out among threads
+MIN_ROWS = 4  # the fewest rows of a task when threads share its query heads
 FEW_DECODES = 8
 MIN_SPANS = 4  # a context is divided among threads from so many on
 TASK, INT64 = np.dtype(paged.Task), np.dtype(np.int64)
@@ -154,7 +154,8 @@ class CpuAttention(RecordableAttention):
         self._num_tasks, self._num_divided = len(tasks), len(divided)
         threads, parts = self._pool.threads, self._splits
         self._parts = next((n for n in parts if n * len(tasks) >= threads), parts[-1])
-        self._reserve_partials(divided)
+        if len(divided):
+            self._reserve_partials(divided)
         self._has_decodes_only = layout.num_decodes == layout.num_requests
         self._addresses = Addresses(
             self._tasks(tasks),
@@ -249,7 +250,7 @@ class CpuAttention(RecordableAttention):
         return divided, np.concatenate((runs, tasks[~is_long]))
 
     def _reserve_partials(self, divided: Tasks) -> None:
-        """Have memory for the partial results of these tasks."""
+        """Allocate memory for the partial results of these tasks."""
         spans = -(-(divided["high"] - divided["low"]) // SPAN)
         needed = int(spans.sum()) * self._kv_heads * self._parts * self._partial_floats
         if len(self._partials) < needed:
