@@ -96,14 +96,24 @@ def quality() -> list[str]:
 
 def attention_by_kv_dtype() -> list[str]:
     found = read("kv_dtype/amd_zen5.json")["cpu_milliseconds_of_a_layer"]
-    rows, shares = [], []
+    rows, shares = [], dict[tuple[str, bool], list[float]]()
     for heads, steps in found.items():
         for step, times in steps.items():
             figures = " | ".join(f"{each:.2f}" for each in times.values())
             rows.append(f"| {heads} | {step} | {figures} |")
-            if "more after" in step:
-                shares.append(times["bfloat16"] / times["float16"])
-    return [*rows, f"takes {min(shares):.2f} to {max(shares):.2f} of float16's time"]
+            for dtype in ("bfloat16", "int8"):
+                kind = dtype, "more after" in step
+                if not step.endswith("× 128"):  # too short to tell
+                    shares.setdefault(kind, []).append(times[dtype] / times["float16"])
+    bfloat16, int8, decodes = (
+        f"{min(shares[kind]):.2f} to {max(shares[kind]):.2f}"
+        for kind in (("bfloat16", True), ("int8", True), ("int8", False))
+    )
+    return [
+        *rows,
+        f"bfloat16, multiplied in pairs, takes {bfloat16} of float16's time",
+        f"int8 {int8}, and {decodes} in decodes over 2,048 tokens or more",
+    ]
 
 
 def quality_of_int8_weights() -> list[str]:
