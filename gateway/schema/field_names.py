@@ -17,13 +17,14 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         if error.param is not None:
-            param = _renamed(error.param, names)
+            param = renamed(error.param, names)
             error.args = (str(error).replace(f"'{error.param}", f"'{param}"),)
             error.param = param
         raise
 
 
-def _renamed(param: str, names: Mapping[str, str]) -> str:
+def renamed(param: str, names: Mapping[str, str]) -> str:
+    """The field that a converted request has under the name `param`."""
     if param.startswith("tools["):
         return param.replace("].function.", "].")
     for chat_name, name in names.items():

@@ -31,6 +31,7 @@ NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
 }
 NO_EFFECT: dict[str, tuple[object, ...]] = {

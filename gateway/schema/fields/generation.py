@@ -4,14 +4,15 @@ Constrained output is OpenAI's `response_format`, or vLLM's `structured_outputs`
 Each becomes an `OutputConstraint`; a request may use one of them.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind
 from gateway.schema.decoding import check_allowed, invalid, missing, reject_unless
+from gateway.schema.field_names import renamed
 from gateway.schema.fields.sampling import (
     RETENTIONS,
     PromptCacheOptions,
@@ -35,6 +36,10 @@ class OutputConstraint(NamedTuple):
 
     grammar: Grammar
     param: str
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same with the field's name in the request that was converted."""
+        return self._replace(param=renamed(self.param, names))
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,6 +1,7 @@
 """`POST /v1/messages` and `…/count_tokens`: Anthropic's API, which coding agents use."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -30,9 +31,11 @@ def plan_message(body: bytes, caller: Caller, service: Service) -> GenerationPla
         counts_writes=request.has_breakpoints,
     )
     with renamed_fields(NAMES):
-        return plan_chat(
+        plan = plan_chat(
             request.as_chat(), renderer, caller, service, image_fields=request.image_fields
         )
+    constraint = None if plan.constraint is None else plan.constraint.renamed(NAMES)
+    return replace(plan, constraint=constraint)
 
 
 async def count_tokens(http: HttpRequest) -> dict[str, int]:

@@ -188,7 +188,8 @@ def _planned(
         plan = plan_chat(chat, renderer, caller, service, turn, request.image_fields)
     if turn is not None and turn.continuation is not None:
         plan = replace(plan, tokenize=partial(_tokenize_turn, plan, parts, service))
-    return replace(plan, prompt_field="input")
+    constraint = None if plan.constraint is None else plan.constraint.renamed(NAMES)
+    return replace(plan, prompt_field="input", constraint=constraint)
 
 
 async def _tokenize_turn(plan: GenerationPlan, parts: _Parts, service: Service) -> TokenizedPrompts:

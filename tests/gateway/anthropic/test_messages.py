@@ -1,4 +1,5 @@
 import asyncio
+from functools import reduce
 from typing import Any
 
 import orjson
@@ -257,6 +258,15 @@ def test_errors_name_the_field_in_anthropics_shape(
     assert (result["type"], result["error"]["type"]) == ("error", "invalid_request_error")
     assert named in result["error"]["message"]
     assert result["request_id"] == answer.headers["request-id"]
+
+
+def test_an_error_in_a_schema_names_its_field() -> None:
+    schema = {"enum": [reduce(lambda inner, _: [inner], range(100), "")]}
+    answer = answer_to(
+        PATH, ask(output_config={"format": {"type": "json_schema", "schema": schema}})
+    )
+    assert answer.status == 400
+    assert "Invalid 'output_config.format.schema': " in answer.json["error"]["message"]
 
 
 @played()

@@ -1,3 +1,4 @@
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -5,6 +6,8 @@ import pytest
 from tests.gateway.answers import answer_to
 from tests.gateway.responses.asking import HERMES, PATH, ask
 from tests.gateway.rig import MODEL, Rig, Setting, played
+
+DEEP = {"enum": [reduce(lambda inner, _: [inner], range(100), "")]}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +41,10 @@ from tests.gateway.rig import MODEL, Rig, Setting, played
         ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": DEEP}}},
+            "text.format.schema",
+        ),
         ({"text": {"verbosity": "terse"}}, "text.verbosity"),
         ({"reasoning": {"effort": "immense"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
