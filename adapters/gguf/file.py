@@ -47,7 +47,7 @@ class TensorEntry:
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
     start: int  # byte offset in the file
-    part: int = 0  # which of the model's files
+    part: int = 0  # number of the file, of a model in several
 
     @property
     def row_bytes(self) -> int:

@@ -233,7 +233,8 @@ def _servers(model: Model, format: Format, peers: Path) -> Iterator[Server]:
         yield server("llama-server", LLAMA_PORT, script, str(gguf), str(LLAMA_PORT), *slots.split())
     elif format.flag:
         command = ("podway", "serve", f"random:{model.name}", *flags.split())
-        yield server("Podway", PODWAY_PORT, *command, "--weights", format.flag)
+        flag = "--dtype" if format is BFLOAT16 else "--weights"
+        yield server("Podway", PODWAY_PORT, *command, flag, format.flag)
     openvino = peers / "ov" / f"{model.name}-{format.openvino}"
     if format.openvino and openvino.exists():
         script = str(peers / "run_openvino.sh")
