@@ -143,3 +143,20 @@ def test_what_attention_in_pairs_changed_is_that_of_the_runs_before_and_since() 
     assert times in published
     hybrid = first("before", "Qwen3.5-4B, q4_k_m")
     assert f"Qwen3.5-4B took {min(hybrid):.0f} to {max(hybrid):.0f} s" in published
+
+
+def test_rounds_of_podway_alone_agree_where_memory_does_not_decide() -> None:
+    published = (RESULTS / "peers/larger_zen5/README.md").read_text()
+    eight, *sixteen = [run["loads"] for run in read("peers/larger_zen5/alone.json")]
+    rates = [f"{loads['C=16']['output_rate']:.1f}" for loads in (eight, *sixteen)]
+    assert f"C=16 {rates[0]}, {rates[1]} and {rates[2]} tokens/s" in published
+    times = [f"{loads['4,096 in']['ttft_p50']:.1f}" for loads in (eight, *sixteen)]
+    assert f"4,096 tokens {times[0]}, {times[1]} and {times[2]} s" in published
+    gigabytes = [4.02, 8.05, 8.05]  # that a token reads
+    reads = [
+        size / loads["128 in"]["itl_p50"]
+        for size, loads in zip(gigabytes, (eight, *sixteen), strict=True)
+    ]
+    assert (
+        f"at {reads[0]:.0f} and, in bfloat16, at {reads[2]:.0f} to {reads[1]:.0f} GB/s" in published
+    )
