@@ -49,8 +49,12 @@ def _stamp(function: Callable[..., Any]) -> None:
 
 
 def unstamped(name: str) -> str:
-    """The name of a function from that of its kernel."""
-    return name.rpartition("_")[0]
+    """The name of a function from that of its kernel. Raises `RuntimeError` if the kernel is to be
+    made of other sources than those of this process."""
+    plain, _, digest = name.rpartition("_")
+    if digest != _digest():
+        raise RuntimeError(f"the compiler imports another copy of the engine: {__file__}")
+    return plain
 
 
 def _cached(make: Callable[..., Any], function: Callable[..., Any]) -> Any:
