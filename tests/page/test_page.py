@@ -187,7 +187,7 @@ def test_a_wrong_key_is_reported_and_a_right_one_opens_the_page(
 
 def test_two_hundred_requests_are_seen_in_the_engine_view(page: Page, page_url: str) -> None:
     def generate(number: int) -> int:
-        body = {"model": "builtin", "prompt": f"{number}", "max_tokens": 500, "ignore_eos": True}
+        body = {"model": "builtin", "prompt": f"{number}", "max_tokens": 1000, "ignore_eos": True}
         return httpx.post(f"{page_url}/v1/completions", json=body, timeout=120).status_code
 
     page.goto(f"{page_url}/#engine")
