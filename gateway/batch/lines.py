@@ -4,6 +4,7 @@ OpenAI's formats. An invalid file, or an invalid envelope of a line, fails the b
 starts; an invalid request body is answered in the error file.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -104,6 +105,8 @@ class LineReader:
     def _read(self, lines: list[bytes]) -> Iterator[BatchLine]:
         for text in lines:
             self._number += 1
+            if self._number == 1:
+                text = text.removeprefix(BOM_UTF8)  # some editors write it
             if text.strip() and not self.has_stopped and (line := self._line(text)):
                 self.num_lines += 1
                 yield line

@@ -35,7 +35,9 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raise `InvalidRequest` unless exactly one of `prompt` and `messages` is given."""
-        if (self.prompt is None) == (self.messages is None):
+        if self.prompt is None and self.messages is None:
+            raise InvalidRequest("Send 'prompt' or 'messages'.", "prompt")
+        if self.prompt is not None and self.messages is not None:
             raise InvalidRequest("Send either 'prompt' or 'messages', not both.", "prompt")
         for name in _CHAT_FIELDS:
             if self.messages is None and getattr(self, name) is not None:

@@ -1,4 +1,5 @@
 import asyncio
+from codecs import BOM_UTF8
 from typing import Any
 
 import pytest
@@ -93,6 +94,12 @@ async def test_a_batch_of_embeddings_runs_in_the_background_too(rig: Rig) -> Non
     (line,) = await lines_of(rig, batch["output_file_id"])
     assert [row["embedding"][0] for row in line["response"]["body"]["data"]] == [2, 3]
     assert all(request.spec.is_background for request in rig.ended)
+
+
+@played()
+async def test_a_file_may_begin_with_a_byte_order_mark(rig: Rig) -> None:
+    batch = await ended(rig, await started(rig, BOM_UTF8 + chat_lines(2)))
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
 
 
 @played()

@@ -90,6 +90,12 @@ async def test_the_error_names_the_invalid_field(
 
 
 @played()
+async def test_a_request_with_neither_field_is_not_told_that_both_are_too_many(rig: Rig) -> None:
+    error = (await posted(rig, "/tokenize", {}))["error"]
+    assert error["message"] == "Send 'prompt' or 'messages'."
+
+
+@played()
 async def test_the_error_names_text_with_an_unpaired_surrogate(rig: Rig) -> None:
     for field in (b'"prompt":"\\ud800"', b'"prompt":"\\ud800","add_special_tokens":false'):
         error = (await posted(rig, "/tokenize", b"{" + field + b"}"))["error"]
