@@ -83,7 +83,7 @@ def weight_bytes(settings: Settings) -> int:
     if source == BUILTIN_MODEL:
         path = Path(str(files("adapters").joinpath("builtin")))
     if path.is_file():
-        mmproj = projector_file(settings, path)  # GGUF: its formats are computed with as they are
+        mmproj = projector_file(settings, path)  # GGUF: most formats keep their size
         return sum(each.stat().st_size for each in (*split_files(path), mmproj) if each is not None)
     checkpoint = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     size = sum(each.stat().st_size for each in checkpoint)

@@ -184,7 +184,7 @@ def page(figures: Figures) -> str:
         "Written by `python -m examples.benchmarks.server.start_time servers.toml`: medians of "
         f"{num_rounds} rounds, {figures['cpu']}, {figures['cores']} cores, "
         f"load {min(loads, default=0):.1f} to {max(loads, default=0):.1f}. The very first start, "
-        "measured once, compiles kernels, packs the weights and measures the cost of iterations. "
+        "measured once, compiles kernels and packs the weights. "
         "Cold: the files that a start reads, also those of Python packages, are not in the page "
         f"cache. The request has {PROMPT} tokens of prompt and {OUTPUT} of output; weights are the "
         "weight files that processes map.",

@@ -21,6 +21,7 @@ from engine.worker.cpu.linears.packed import (
     PackedWeights,
     address_of,
     columns_of_chunks,
+    operands_of,
 )
 from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -91,15 +92,7 @@ class ExpertLinear:
         self._weights = tuple(weights), tuple(biases)  # kernels keep addresses only
         self._table = (LinearOperands * len(weights))(
             *(
-                LinearOperands(
-                    weight=each.packed.data_ptr(),
-                    weight_scale=address_of(each.scale),
-                    offset=address_of(each.offset),
-                    bias=bias.data_ptr(),
-                    inputs=each.inputs,
-                    outputs=each.outputs,
-                    threads=pool.threads,
-                )
+                operands_of(each, bias, pool.threads)
                 for each, bias in zip(weights, biases, strict=True)
             )
         )

@@ -18,6 +18,7 @@ from engine.worker.cpu.linears.packed import (
     PackedWeights,
     address_of,
     columns_of_chunks,
+    operands_of,
 )
 from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -75,18 +76,7 @@ class NativeHeadLinear:
             else HeadInputs(pool, linears.inputs, first.inputs, self._heads)
         )
         self._table = (LinearOperands * self._heads)(
-            *(
-                LinearOperands(
-                    weight=each.packed.data_ptr(),
-                    weight_scale=address_of(each.scale),
-                    offset=address_of(each.offset),
-                    bias=self._zeros.data_ptr(),
-                    inputs=each.inputs,
-                    outputs=each.outputs,
-                    threads=pool.threads,
-                )
-                for each in weights
-            )
+            *(operands_of(each, self._zeros, pool.threads) for each in weights)
         )
         self._scratch = torch.empty(pool.threads * SCRATCH_BYTES, dtype=torch.uint8)
         self._columns = columns_of_chunks(first.outputs * self._heads, pool.threads)

@@ -112,6 +112,19 @@ def address_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def operands_of(weights: PackedWeights, bias: Tensor, threads: int) -> LinearOperands:
+    """The operands of a linear that calls do not change. They are addresses only."""
+    return LinearOperands(
+        weight=weights.packed.data_ptr(),
+        weight_scale=address_of(weights.scale),
+        offset=address_of(weights.offset),
+        bias=bias.data_ptr(),
+        inputs=weights.inputs,
+        outputs=weights.outputs,
+        threads=threads,
+    )
+
+
 class PackedLinear:
     """`[rows, in] -> [rows, out]` in float32, over packed weights."""
 
@@ -134,15 +147,7 @@ class PackedLinear:
                 pool, inputs.convert, InputOperands(group=inputs.group, middle=inputs.middle)
             )
         )
-        operands = LinearOperands(
-            weight=weights.packed.data_ptr(),
-            weight_scale=address_of(weights.scale),
-            offset=address_of(weights.offset),
-            bias=self._bias.data_ptr(),
-            inputs=weights.inputs,
-            outputs=weights.outputs,
-            threads=pool.threads,
-        )
+        operands = operands_of(weights, self._bias, pool.threads)
         self._linear = KernelCall(pool, linears.kernel, operands, weights.packed, self._fit)
         self._columns = columns_of_chunks(weights.outputs, pool.threads)
 
