@@ -136,7 +136,8 @@ IN_PAIRS = (
 
 
 def tolerance_of(name: str, case: Case) -> float:
-    """AMX multiplies floats as sums of two bfloat16 numbers, AVX-512 BF16 rounds them to one."""
+    """AMX multiplies floats as sums of two bfloat16 numbers, AVX-512 BF16 rounds them to one: twice
+    the largest error of 2,000 random cases. The numbers of `noisy_cache` in int8 are larger."""
     code, dim = dtype_code(case.dtype), case.head_dim
     kernel = (
         paged_kernels.attend_kernel(code, case.group, dim, case.block_size)
@@ -144,7 +145,7 @@ def tolerance_of(name: str, case: Case) -> float:
         else paged_kernels.attend_rows_kernel(code, dim, dim - case.values_from, case.block_size)
     )
     if name == "cpu" and kernel in IN_PAIRS:
-        return 2e-2
+        return 8e-2 if case.dtype == torch.int8 else 4e-2
     by_amx = name == "cpu" and kernel in paged_kernels.BY_DTYPE_AND_AMX.values()
     return 4e-4 if by_amx else 2e-5
 
