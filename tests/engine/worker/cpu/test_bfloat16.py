@@ -28,7 +28,7 @@ def operators() -> NativeOperators:
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 17, 32, 64, 65])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 17, 32, 65, 150])
 def test_products_of_bfloat16_are_added_in_float32(
     operators: NativeOperators, rows: int, inputs: int, outputs: int
 ) -> None:

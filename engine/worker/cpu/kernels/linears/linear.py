@@ -29,21 +29,21 @@ from engine.worker.cpu.kernels.linears.tile_formats import (
     AMX_ROWS,
     HAS_AMX,
     HAS_BFLOAT16,
-    HAS_VNNI,
     MAX_ROWS,
 )
 from engine.worker.cpu.kernels.linears.tile_formats import BFLOAT16 as BFLOAT16_FORMAT
 from engine.worker.cpu.kernels.linears.tile_outputs import add_float_sums
-from engine.worker.cpu.kernels.vectors import INSTRUCTIONS, make_prefetch
+from engine.worker.cpu.kernels.vectors import make_prefetch
 from engine.worker.cpu.operands import make_reader, operands
 
-# Rows of x that are multiplied by weights while these are in cache: some tiles of every kind. With
-# AVX2 alone weights in groups are unpacked once for them. The time of int4 on Zen 3, 1 for 48:
-#     at once    64 rows    128    192    512
-#         96      0.966   0.988  0.986  0.988
-#        144      0.971   0.978  0.999  0.985
-#        192      0.964   0.971  0.986  0.983, but int8 1.008 of its time
-ROWS_AT_ONCE = 96 if HAS_AMX or (INSTRUCTIONS == "AVX2" and not HAS_VNNI) else 48
+# Rows of x that are multiplied by weights while these are in cache: some tiles of every kind, for
+# which weights in groups may be unpacked once. Time on Zen 5, 1 for 48, of 9728 outputs:
+#     at once    64 rows of int8, bfloat16, q4_k    128                    512
+#         96     0.94, 0.92, 0.96                   1.01, 0.99, 0.99       0.98, 0.97, 0.98
+#        144     0.91, 0.92, 0.95                   0.94, 0.92, 0.95       0.98, 0.98, 0.97
+# Of int4 on Zen 3 (AVX2) 64, 128, 192 and 512 rows took 0.97 to 1.00 of it with 144, and 0.97 to
+# 0.99 with 96. With AMX no more than 96 has been measured.
+ROWS_AT_ONCE = 96 if HAS_AMX else 144
 FLOAT_DEPTH = 512  # so many products along k are added up in registers
 BFLOAT16_DEPTH = 1024 if HAS_BFLOAT16 else FLOAT_DEPTH  # the same bytes of x, or the same bits
 # How far ahead of its loads a single tile prefetches. A whole piece ahead (64 KiB of float32) was
@@ -137,6 +137,7 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
     # Few rows: read the weights in the order of their addresses. Many: keep a piece in cache.
     block = WIDTH if a.rows <= ROWS_AT_ONCE else a.columns
     next_chunk = a.weight + (first + a.columns) // WIDTH * panel_bytes
+    distance = min(depth, a.inputs) // group * group_bytes  # whatever the last piece of k has
     tiles = (a.rows + max_rows - 1) // max_rows  # the number of tiles in a panel
     for start in range(first, last, block):
         for k in range(0, a.inputs, depth):
@@ -151,8 +152,8 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
                 here = (bottom - top + max_rows - 1) // max_rows
                 for n in range(start, min(start + block, last), WIDTH):
                     weights = a.weight + n // WIDTH * panel_bytes + k // group * group_bytes
-                    then = weights + piece_bytes  # what this thread reads next
-                    if k + depth >= a.inputs and n + block >= last:
+                    then = weights + distance  # what this thread reads next
+                    if block > WIDTH and k + depth >= a.inputs:
                         then = next_chunk + (n - start) // WIDTH * panel_bytes
                     m = top
                     for left in range(here, 0, -1):  # rows are shared out evenly among tiles
