@@ -2,7 +2,8 @@
 of long prompts, PSS.
 
     python -m examples.benchmarks.peers.larger PEERS [--models NAME ...] [--formats NAME ...]
-        [--loads NAME ...] [--programs NAME ...] [--rounds 3] [--add] [--list] [--out DIR]
+        [--loads NAME ...] [--programs NAME ...] [--context TOKENS] [--rounds 3] [--add] [--list]
+        [--out DIR]
 
 PEERS holds what the other servers need: gguf/MODEL-FORMAT.gguf, the same model in OpenVINO's form
 in ov/MODEL-FORMAT and as a checkpoint for vLLM in vllm/MODEL-FORMAT, and the scripts run_llama.sh,
@@ -80,7 +81,8 @@ MODELS = (
 def main() -> None:
     options = parse()
     chosen = [each for each in MODELS if not options.models or each.name in options.models]
-    servers, missing = plan(chosen, options.peers, psutil.virtual_memory().available)
+    available = psutil.virtual_memory().available
+    servers, missing = plan(chosen, options.peers, available, options.context)
     if options.formats:
         servers = [each for each in servers if each.group.split(", ")[1] in options.formats]
     servers = [each for each in servers if each.name.split()[0] in options.programs]
@@ -116,6 +118,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", choices=formats, default=[])
     parser.add_argument("--loads", nargs="+", choices=[each.name for each in LOADS], default=[])
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
+    parser.add_argument("--context", type=int, default=CONTEXT, help="of each server, in tokens")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--add", action="store_true", help="keep the rounds that DIR has")
     parser.add_argument("--list", action="store_true", help="start nothing")
@@ -135,6 +138,7 @@ LOADS = with_seeds(
         _load("C=16", 16, 16, 128, 64),
         _load("4,096 in", 1, 1, 4096, 32),
         _load("16,384 in", 1, 1, 16_384, 32),
+        _load("32,768 in", 1, 1, 32_768, 32),
     ]
 )
 
@@ -196,7 +200,9 @@ def together(servers: list[Server], available_bytes: int) -> list[list[Server]]:
     return [servers[first : first + count] for first in range(0, len(servers), count)]
 
 
-def plan(models: list[Model], peers: Path, available_bytes: int) -> tuple[list[Server], list[str]]:
+def plan(
+    models: list[Model], peers: Path, available_bytes: int, context: int = CONTEXT
+) -> tuple[list[Server], list[str]]:
     """The servers that can be started, and what cannot be and why."""
     servers, missing = [], []
     for model in models:
@@ -208,7 +214,7 @@ def plan(models: list[Model], peers: Path, available_bytes: int) -> tuple[list[S
                     f"{name}: {needed >> 30} GiB are needed, {available_bytes >> 30} GiB available"
                 )
                 continue
-            found = list(_servers(model, format, peers))
+            found = list(_servers(model, format, peers, context))
             servers += found
             for program in PROGRAMS:
                 if not any(each.name.startswith(program) for each in found):
@@ -216,7 +222,7 @@ def plan(models: list[Model], peers: Path, available_bytes: int) -> tuple[list[S
     return servers, missing
 
 
-def _servers(model: Model, format: Format, peers: Path) -> Iterator[Server]:
+def _servers(model: Model, format: Format, peers: Path, context: int) -> Iterator[Server]:
     group = f"{model.name}, {format.gguf}"
 
     def server(program: str, port: int, *command: str) -> Server:
@@ -225,10 +231,10 @@ def _servers(model: Model, format: Format, peers: Path) -> Iterator[Server]:
 
     gguf = peers / "gguf" / f"{model.name}-{format.gguf}.gguf"
     flags = f"--served-model-name m --port {PODWAY_PORT} --store memory"
-    flags += f" --max-batch-size {MAX_STREAMS} --max-model-len {CONTEXT}"
+    flags += f" --max-batch-size {MAX_STREAMS} --max-model-len {context}"
     if gguf.exists():
         yield server("Podway", PODWAY_PORT, "podway", "serve", str(gguf), *flags.split())
-        slots = f"-np {MAX_STREAMS} -c {CONTEXT} --kv-unified"
+        slots = f"-np {MAX_STREAMS} -c {context} --kv-unified"
         script = str(peers / "run_llama.sh")
         yield server("llama-server", LLAMA_PORT, script, str(gguf), str(LLAMA_PORT), *slots.split())
     elif format.flag:
@@ -241,7 +247,7 @@ def _servers(model: Model, format: Format, peers: Path) -> Iterator[Server]:
         yield server("OpenVINO", OPENVINO_PORT, script, str(openvino), str(OPENVINO_PORT))
     vllm = peers / "vllm" / f"{model.name}-{format.vllm}"
     if format.vllm and vllm.exists():
-        script, lengths = str(peers / "run_vllm.sh"), ("--max-model-len", str(CONTEXT))
+        script, lengths = str(peers / "run_vllm.sh"), ("--max-model-len", str(context))
         command = (script, str(vllm), str(VLLM_PORT), "bfloat16", *lengths)
         yield server("vLLM", VLLM_PORT, *command)
 
