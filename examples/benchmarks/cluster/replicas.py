@@ -27,6 +27,7 @@ import aiohttp
 from engine.cost.live import quantile
 from examples.benchmarks.cluster.routers import MODEL, free_port, routed
 from examples.benchmarks.peers.servers import Server, answer, running
+from examples.benchmarks.written import write_files
 
 OUT = Path(__file__).parents[1] / "results" / "replicas"
 CHATS, OPEN, MESSAGES, KINDS = 32, 8, 4, 12  # kinds: of system prompts
@@ -194,9 +195,7 @@ def main() -> None:
             sys.stdout.flush()
         runs.append(rows)
     found = {"model": args.model, "note": args.note, "runs": runs}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "servers.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / "servers.md").write_text(page(found))
+    write_files(args.out, {"servers.json": found, "servers.md": page(found)})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ priority over all others while it measures, for some seconds at a time, which ne
 # mypy: disable-error-code="no-untyped-call"
 import argparse
 import ctypes
-import json
 import os
 import time
 from array import array
@@ -43,6 +42,7 @@ from engine.worker.cpu.kernels.limits import ReadOperands, make_read_kernel
 from engine.worker.process.worker import Worker
 from engine.worker_settings import Kernels, KVSettings, WorkerSettings
 from examples.benchmarks.server.start_time import cpu_name
+from examples.benchmarks.written import write_files
 from gateway.commands.offline_bench.roofline import Work
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
@@ -73,9 +73,7 @@ def main() -> None:
             found = measure(options, name, count)
             rows.append({"format": name, "rows": count, "load": before, **found})
     figures = {"cpu": cpu_name(), "cores": os.cpu_count(), "shape": options.shape, "rows": rows}
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "decode_step.json").write_text(json.dumps(figures, indent=1) + "\n")
-    (options.out / "decode_step.md").write_text(page(figures))
+    write_files(options.out, {"decode_step.json": figures, "decode_step.md": page(figures)})
     print(page(figures))
 
 

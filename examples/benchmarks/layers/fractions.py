@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.benchmarks.server.start_time import cpu_name
+from examples.benchmarks.written import write_files
 
 FORMATS = {  # the flags of each
     "float32": ("--dtype", "float32", "--weights", "float32"),
@@ -42,7 +43,6 @@ def main() -> None:
             run(options, name, path, limits)
             limits = limits or path  # measured once, before and after the first format
             runs[name] = json.loads(path.read_text())
-    options.out.mkdir(parents=True, exist_ok=True)
     figures = {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
@@ -50,8 +50,7 @@ def main() -> None:
         "is_known": True,  # each timed step, while the one before it runs
         "runs": runs,
     }
-    (options.out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
-    (options.out / "README.md").write_text(page(figures))
+    write_files(options.out, {"figures.json": figures, "README.md": page(figures)})
     print(page(figures))
 
 

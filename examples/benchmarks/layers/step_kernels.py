@@ -10,7 +10,6 @@ one and known before it begins, as in a server. Writes step_kernels.json and ste
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from engine.worker_settings import WEIGHT_BYTES, Kernels, KVSettings, WorkerSett
 from examples.benchmarks.layers.decode_step import CONTEXT, learned
 from examples.benchmarks.layers.kernel_times import Call, KernelTimer
 from examples.benchmarks.server.start_time import cpu_name
+from examples.benchmarks.written import write_files
 from gateway.commands.offline_bench.command import open_shape
 from gateway.commands.offline_bench.roofline import (
     WeightSizes,
@@ -76,9 +76,7 @@ def write(
         "peaks": peaks,
         "steps": steps,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "step_kernels.json").write_text(json.dumps(figures, indent=1) + "\n")
-    (options.out / "step_kernels.md").write_text(page(figures))
+    write_files(options.out, {"step_kernels.json": figures, "step_kernels.md": page(figures)})
     print(page(figures))
 
 

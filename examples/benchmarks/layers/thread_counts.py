@@ -24,6 +24,7 @@ from engine.worker_settings import Kernels, KVSettings, WorkerSettings
 from examples.benchmarks.layers.decode_step import FORMATS, realtime
 from examples.benchmarks.layers.step_kernels import STEPS, KnownSteps
 from examples.benchmarks.server.start_time import cpu_name
+from examples.benchmarks.written import write_files
 from gateway.commands.offline_bench.command import open_shape
 from gateway.commands.offline_bench.roofline import WeightSizes, Work
 
@@ -34,7 +35,6 @@ KINDS = {name: STEPS[name] for name in ("1 row", "4 rows", "prefill 512")}
 
 def main() -> None:
     options = parse()
-    options.out.mkdir(parents=True, exist_ok=True)
     file: Path = options.out / "thread_counts.json"
     rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"] if file.exists() else []
     for model in options.models:
@@ -46,8 +46,7 @@ def main() -> None:
                     found = measure(workers, work, options.seconds)
                 rows.append({"model": model, "format": weights, "step": kind, "load": load} | found)
     figures = {"cpu": cpu_name(), "cores": os.cpu_count(), "rows": rows}
-    file.write_text(json.dumps(figures, indent=1) + "\n")
-    (options.out / "README.md").write_text(page(figures))
+    write_files(options.out, {"thread_counts.json": figures, "README.md": page(figures)})
     print(page(figures))
 
 

@@ -32,6 +32,7 @@ import psutil
 from examples.benchmarks.peers.larger_page import page
 from examples.benchmarks.peers.loads import Load, with_seeds
 from examples.benchmarks.peers.servers import Server, running
+from examples.benchmarks.written import write_files
 
 IDS = "300..20000"  # of the tokens in prompts
 CONTEXT = 16_384 + 512
@@ -93,9 +94,7 @@ def main() -> None:
             print(f"{server.group}: {' '.join(server.command)}")
         return
     out: Path = options.out
-    out.mkdir(parents=True, exist_ok=True)
-    figures = out / "figures.json"
-    runs = json.loads(figures.read_text()) if options.add else []
+    runs = json.loads((out / "figures.json").read_text()) if options.add else []
     chosen_loads = [each for each in LOADS if not options.loads or each.name in options.loads]
     first = 1 + max((run["round"] for run in runs), default=-1)
     with TemporaryDirectory() as scratch:
@@ -106,8 +105,8 @@ def main() -> None:
                 for each in together(here, psutil.virtual_memory().available):
                     found = measure_in_turn(each, chosen_loads, Path(scratch))
                     runs += [{"round": number} | run for run in found]
-                    figures.write_text(json.dumps(runs, indent=1) + "\n")
-                    (out / "README.md").write_text(page(runs, LOADS, names_of_all(), missing))
+                    text = page(runs, LOADS, names_of_all(), missing)
+                    write_files(out, {"figures.json": runs, "README.md": text})
 
 
 def parse() -> argparse.Namespace:

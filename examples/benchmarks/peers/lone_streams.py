@@ -11,7 +11,6 @@ lone_streams.json and lone_streams.md to DIR, beside SERVERS.toml if none is nam
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -26,6 +25,7 @@ from engine.worker.cpu.limits import PlainReads
 from examples.benchmarks.peers.servers import Server, read_servers, running
 from examples.benchmarks.server.lone_stream import seconds_per_token
 from examples.benchmarks.server.start_time import cpu_name
+from examples.benchmarks.written import write_files
 
 READ_BYTES = 1 << 30
 PAUSE = 0.5  # seconds until the threads of the server before wait no longer in loops
@@ -43,7 +43,6 @@ def main() -> None:
     servers = read_servers(tomllib.loads(options.servers.read_text()))
     groups = options.groups or list(dict.fromkeys(each.group for each in servers))
     out: Path = options.out or options.servers.parent
-    out.mkdir(parents=True, exist_ok=True)
     reads = PlainReads(os.cpu_count() or 1)
     rows: list[Row] = []
     for group in groups:
@@ -51,8 +50,7 @@ def main() -> None:
         here = [each for each in servers if each.group == group]
         rows += measure(here, reads, options.rounds, options.tokens)
         figures = {"cpu": cpu_name(), "cores": os.cpu_count(), "rows": rows}
-        (out / "lone_streams.json").write_text(json.dumps(figures, indent=1) + "\n")
-        (out / "lone_streams.md").write_text(page(figures))
+        write_files(out, {"lone_streams.json": figures, "lone_streams.md": page(figures)})
 
 
 def measure(

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from examples.benchmarks.virtual_time.written import write_results
+from examples.benchmarks.written import write_results
 from tests.gateway.web.parameters import APIS, FRESH, IGNORED_HEADER, Api, without
 
 HONOURED, REJECTED, NAMED, CHECKED, IGNORED, ABSENT = (

@@ -11,7 +11,6 @@ minutes.
 
 import argparse
 import asyncio
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +27,7 @@ from examples.benchmarks.pipeline.measured import (
     write_checkpoint,
 )
 from examples.benchmarks.pipeline.simulated import SYSTEMS, Flow, flow
+from examples.benchmarks.written import write_files
 
 OUTPUT_LEN = 32
 SETUPS = (
@@ -142,7 +142,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--queue", type=int, default=15, help="simulated requests per seat")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
     free = cores_free()
     runs, flows = asyncio.run(measure_all(args.requests, args.repeats)), simulate_all(args.queue)
     results = {
@@ -150,8 +149,7 @@ def main() -> None:
         "measured": {name: asdict(run) for name, run in runs.items()},
         "simulated": {name: [asdict(one) for one in each] for name, each in flows.items()},
     }
-    (args.out / "pipeline.json").write_text(json.dumps(results, indent=1))
-    (args.out / "README.md").write_text(report(runs, flows, args, free))
+    write_files(args.out, {"pipeline.json": results, "README.md": report(runs, flows, args, free)})
     print(f"\n{measured_table(runs)}\n\n{simulated_table(flows)}")
 
 

@@ -25,7 +25,6 @@ the simulations. With `--clock cpu` other load may run.
 
 import argparse
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +51,7 @@ from examples.benchmarks.real_engine.machine import (
     make_model,
 )
 from examples.benchmarks.real_engine.running import STEADY, Pace, Run, measure, pace_of, simulate
+from examples.benchmarks.written import write_files
 
 OUT = Path(__file__).parents[1] / "results" / "accuracy"
 MEASURES: dict[str, Callable[[Outcome], float]] = {
@@ -236,9 +236,8 @@ async def compare(on: Machine, args: argparse.Namespace) -> dict[str, object]:
 async def run_all(model: Path, args: argparse.Namespace) -> None:
     async with machine(model, args.threads, args.clock == "cpu") as on:
         found = await compare(on, args)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "README.md").write_text(report(found, earlier(args.out)))
-    (args.out / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
+    page = report(found, earlier(args.out))
+    write_files(args.out, {"README.md": page, "figures.json": found})
     draw(found, args.out / "errors.png")
 
 

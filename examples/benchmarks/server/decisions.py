@@ -28,7 +28,7 @@ import aiohttp
 
 from examples.benchmarks.peers.servers import read_servers, running
 from examples.benchmarks.server.served import gauges, serving
-from examples.benchmarks.virtual_time.written import write_results
+from examples.benchmarks.written import write_results
 
 WORDS = (
     "order", "parcel", "refund", "customer", "letter", "water", "garden", "engine", "paper",

@@ -29,6 +29,8 @@ from typing import Any
 
 import aiohttp
 
+from examples.benchmarks.written import write_files
+
 OUT = Path(__file__).parents[1] / "results" / "retries"
 QUESTIONS = ("Tell me a story about a fox.", "What is an iteration?", "Write a poem about rain.")
 RETRIES = "examples/benchmarks/results/retries/retries.json"
@@ -319,11 +321,9 @@ def main() -> None:
             server.kill()
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     found = asdict(counts) | {"num_streams": given.streams, "load": load}
-    given.out.mkdir(parents=True, exist_ok=True)
-    path = given.out / "server_kills.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
     retries = json.loads((given.out / "retries.json").read_text())
-    (given.out / "README.md").write_text(page({"retries": retries, "server_kills": found}))
+    text = page({"retries": retries, "server_kills": found})
+    write_files(given.out, {"server_kills.json": found, "README.md": text})
     sys.exit(bool(counts.different))
 
 

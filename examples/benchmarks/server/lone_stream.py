@@ -26,8 +26,10 @@ from urllib.parse import urlsplit
 from engine.worker.cpu.limits import PlainReads
 from engine.worker_settings import WEIGHT_BYTES
 from examples.benchmarks.layers.fractions import FORMATS
-from examples.benchmarks.server.lookahead import LONGEST_GAP, serving, spans
+from examples.benchmarks.server.lookahead import LONGEST_GAP, spans
+from examples.benchmarks.server.served import serving
 from examples.benchmarks.server.start_time import cpu_name
+from examples.benchmarks.written import write_files
 from gateway.commands.offline_bench.roofline import WeightSizes
 
 PROMPT = list(range(100, 108))
@@ -45,9 +47,7 @@ def main() -> None:
         num_bytes = int(elements * WEIGHT_BYTES[name])
         rows.append({"format": name, "load": before, **measure(options, name, reads, num_bytes)})
         figures = {"cpu": cpu_name(), "cores": threads, "rounds": options.rounds, "rows": rows}
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "lone_stream.json").write_text(json.dumps(figures, indent=1) + "\n")
-        (options.out / "lone_stream.md").write_text(page(figures))
+        write_files(options.out, {"lone_stream.json": figures, "lone_stream.md": page(figures)})
     print(page(figures))
 
 
@@ -68,7 +68,8 @@ def measure(
     read, token = list[float](), list[float]()
     with TemporaryDirectory() as scratch:
         trace = Path(scratch) / "trace.json"
-        with serving(str(options.checkpoint), 0, trace, list(FORMATS[name])) as url:
+        flags = [str(options.checkpoint), "--lookahead", "0", "--trace", str(trace)]
+        with serving([*flags, *FORMATS[name]]) as (_, url):
             for _ in range(options.rounds + 1):
                 time.sleep(1.1 * LONGEST_GAP)
                 read.append(reads.seconds(num_bytes))

@@ -13,7 +13,6 @@ With `--out` it writes `server.json`, and `server.md` with the table.
 
 import argparse
 import asyncio
-import json
 import os
 import tempfile
 import time
@@ -32,6 +31,7 @@ from adapters.models.named_shapes import SHAPES
 from examples.benchmarks.layers.lora import NUM_LORAS, make_lora
 from examples.benchmarks.server.disk_tier import Server
 from examples.benchmarks.server.start_time import cpu_name
+from examples.benchmarks.written import write_files
 
 LORAS = [f"lora{number}" for number in range(1, NUM_LORAS + 1)]
 FLAGS = ("--threads", "1", "--max-model-len", "512", "--cost-model", "measure", "--no-prefix-cache")
@@ -247,9 +247,7 @@ def main() -> None:
     result = {**given, "cpu": cpu_name(), "load": load, "kinds": found}
     print(page(result))
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "server.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "server.md").write_text(page(result))
+        write_files(options.out, {"server.json": result, "server.md": page(result)})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from urllib.error import HTTPError
 import psutil
 
 from examples.benchmarks.server.served import serving
+from examples.benchmarks.written import write_files
 
 OUT = Path(__file__).parents[1] / "results" / "models"
 TABLE = re.compile(r"^\[models\.(\w+)\]\n((?:[^\[\n].*\n|\n)*)", re.M)
@@ -153,9 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     text = os.path.expandvars(args.config.read_text())
     found = {"note": args.note, **measure(text, args.wakes)}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "models.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / "README.md").write_text(page(found))
+    write_files(args.out, {"models.json": found, "README.md": page(found)})
     sys.stdout.write(page(found))
 
 

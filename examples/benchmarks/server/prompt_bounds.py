@@ -26,6 +26,7 @@ from examples.benchmarks.attacks.__main__ import LOAD_BEFORE, machine
 from examples.benchmarks.attacks.report import table_head
 from examples.benchmarks.server.prefill_slowdown import measure
 from examples.benchmarks.server.served import serving
+from examples.benchmarks.written import write_files
 
 BOUNDS = (
     "--prefill-slowdown 2",
@@ -135,9 +136,7 @@ def main() -> None:
         "rounds": arguments.rounds,
         "bounds": bounds,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "prompt_bounds.json").write_text(json.dumps(found, indent=1) + "\n")
-    (arguments.out / "prompt_bounds.md").write_text(page(found))
+    write_files(arguments.out, {"prompt_bounds.json": found, "prompt_bounds.md": page(found)})
     print(page(found))
 
 

@@ -25,6 +25,7 @@ import psutil
 from engine.worker.cpu.native_formats import kv_format
 from examples.benchmarks.peers.servers import Server, Up, answer, read_servers, running
 from examples.benchmarks.server.start_time import cpu_name
+from examples.benchmarks.written import write_files
 
 Figures = dict[str, Any]
 PROMPT, OUTPUT, STREAMS = 128, 64, 32
@@ -57,7 +58,6 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "figures.json"
     figures: Figures = json.loads(path.read_text()) if path.exists() else {"servers": {}}
     figures |= {"unit": "MiB PSS", "cpu": cpu_name(), "private_dirty_of_imports": imports()}
@@ -65,8 +65,7 @@ def main() -> None:
     for server in read_servers(tomllib.loads(options.servers.read_text())):
         if not options.only or server.name in options.only:
             figures["servers"][server.name] = measure(server)
-        path.write_text(json.dumps(figures, indent=1) + "\n")
-        (options.out / "README.md").write_text(page(figures))
+        write_files(options.out, {"figures.json": figures, "README.md": page(figures)})
 
 
 def imports() -> dict[str, float]:

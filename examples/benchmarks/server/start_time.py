@@ -11,7 +11,6 @@ page cache. Writes figures.json and README.md with the table beside SERVERS.toml
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 import psutil
 
 from examples.benchmarks.peers.servers import Server, Up, answer, read_servers, running
+from examples.benchmarks.written import write_files
 
 Figures = dict[str, Any]
 PROMPT, OUTPUT = 128, 64  # tokens of the request after which memory is measured again
@@ -73,10 +73,8 @@ def main() -> None:
 
 def write(out: Path, rounds: list[Figures]) -> None:
     """What has been measured up to now."""
-    out.mkdir(parents=True, exist_ok=True)
     figures = {"cpu": cpu_name(), "cores": os.cpu_count(), "rounds": rounds}
-    (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
-    (out / "README.md").write_text(page(figures))
+    write_files(out, {"figures.json": figures, "README.md": page(figures)})
 
 
 def parse() -> argparse.Namespace:

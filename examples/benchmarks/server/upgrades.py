@@ -26,6 +26,7 @@ from typing import Any
 
 import aiohttp
 
+from examples.benchmarks.written import write_files
 from tests.certificates import make_certificate
 from tests.conftest import Server, read_url, start_server
 
@@ -353,11 +354,9 @@ def main() -> None:
     result |= {"tls": args.tls, "tokens": TOKENS, "note": args.note}
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
         file = args.out / "upgrades.json"
         runs = [*(json.loads(file.read_text()) if file.exists() else []), result]
-        file.write_text(json.dumps(runs, indent=1) + "\n")
-        (args.out / "README.md").write_text(page(runs))
+        write_files(args.out, {"upgrades.json": runs, "README.md": page(runs)})
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from examples.benchmarks.virtual_time.constant_scenarios import (
     calibration,
     due,
 )
-from examples.benchmarks.virtual_time.written import write_results
+from examples.benchmarks.written import write_results
 
 OUT = Path(__file__).parents[1] / "results" / "constants"
 FIGURES = (("ttft", "mean"), ("ttft", "p99"), ("itl", "mean"), ("itl", "p99"), ("jct", "mean"))

@@ -9,7 +9,6 @@ fastserve.json and fastserve.png. About five minutes.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from engine.research.leaping.run import simulate
 from engine.simulated.figures import Figures
 from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, at_rate, poisson, read_trace, skewed_lengths
+from examples.benchmarks.written import write_files
 
 TRACE = Path(__file__).parents[3] / "tests" / "data" / "azure_2023_conv_first_1000.csv.gz"
 DEVICE = DEVICES["a100-40gb"]
@@ -233,7 +233,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("examples/benchmarks/results/fastserve"))
     parser.add_argument("--requests", type=int, default=1000)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
     skewed, azure = benches(args.requests)
     sweeps = [skewed.sweep(FCFS, MLFQ, PATIENT, ORACLE), azure.sweep(FCFS, MLFQ, PATIENT)]
     tables = {
@@ -242,10 +241,9 @@ def main() -> None:
         "skip-join": skip_joins(((skewed, 10.0), (skewed, 16.0), (azure, 6.0))),
         "where it stops": seat_counts(skewed, args.requests),
     }
-    draw(args.out / "fastserve.png", (skewed, azure), sweeps)
     page = report((skewed, azure), sweeps, tables, args.requests)
-    (args.out / "README.md").write_text(page)
-    (args.out / "fastserve.json").write_text(json.dumps(as_json(sweeps, tables), indent=1))
+    write_files(args.out, {"README.md": page, "fastserve.json": as_json(sweeps, tables)})
+    draw(args.out / "fastserve.png", (skewed, azure), sweeps)
     print(page.split("## What")[0])
 
 

@@ -27,7 +27,7 @@ from engine.simulated.run import NO_SLO, Setup, build_executor, build_scheduler,
 from engine.simulated.trace import Arrival, poisson
 from engine.step import Step
 from examples.benchmarks.virtual_time.least_piece import COST, SEED, SETTINGS, lengths
-from examples.benchmarks.virtual_time.written import write_results
+from examples.benchmarks.written import write_results
 
 OUT = Path(__file__).parents[1] / "results" / "learned_cost"
 SPREAD, STALLS, STALL = 0.15, 0.01, 4.0

@@ -21,7 +21,7 @@ from engine.cost.model import CostModel
 from engine.policy import build
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import poisson
-from examples.benchmarks.virtual_time.written import write_results
+from examples.benchmarks.written import write_results
 
 OUT = Path(__file__).parents[1] / "results" / "least_piece"
 CURVE = ((1, 5.1e-3), (64, 5.1e-3), (128, 5.7e-3), (256, 7.7e-3), (512, 13e-3), (2048, 48e-3))

@@ -32,7 +32,7 @@ from engine.simulated.run import (
 from engine.simulated.trace import Arrival, poisson
 from engine.step import Step
 from examples.benchmarks.virtual_time.least_piece import COST, SEED, SETTINGS, lengths
-from examples.benchmarks.virtual_time.written import write_results
+from examples.benchmarks.written import write_results
 
 OUT = Path(__file__).parents[1] / "results" / "mixed_graphs"
 LARGEST = 512

@@ -40,6 +40,7 @@ from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
 from engine.simulated.executor import KnownCost, SimulatedExecutor
 from engine.simulated.trace import SHARED_BLOCK, Arrival, between, read_trace, superposed
 from engine.simulated.virtual_loop import run_virtual
+from examples.benchmarks.written import write_files
 from tests.fuzz.groups.case import MortalExecutor, Tally
 
 if TYPE_CHECKING:
@@ -317,9 +318,7 @@ def main() -> None:
                 rows.append(asdict(run_virtual(run)))
                 sys.stdout.write(f"{rows[-1]}\n")
         parts[part] = sorted(rows, key=lambda row: row["replicas"])
-    args.out.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(parts, indent=1) + "\n")
-    (args.out / "README.md").write_text(page(parts))
+    write_files(args.out, {"replicas.json": parts, "README.md": page(parts)})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from engine.simulated.executor import KnownCost
 from engine.simulated.play import Outcome, play
 from engine.simulated.run import Setup, build_executor, build_scheduler
 from engine.simulated.trace import SHARED_BLOCK, Arrival
-from examples.benchmarks.virtual_time.written import write_results
+from examples.benchmarks.written import write_results
 
 OUT = Path(__file__).parents[1] / "results" / "retention"
 COST = CostModel(

@@ -13,7 +13,6 @@ the processor.
 
 import argparse
 import gc
-import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from engine.request import RequestSpec
 from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
 from engine.simulated.trace import GREEDY
 from engine.step import Grammar, GrammarKind, SamplingParams, StepResult
+from examples.benchmarks.written import write_files
 
 ROWS = 256
 ROUNDS = 5  # of all policies, so that a slow phase of the machine is in one of them
@@ -226,9 +226,7 @@ def main() -> None:
         output=args.output,
         milliseconds=measure(args.policies, args.plans, args.output),
     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "step_cost.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / "step_cost.md").write_text(page(found))
+    write_files(args.out, {"step_cost.json": found, "step_cost.md": page(found)})
     print(table(found))
 
 

@@ -25,6 +25,7 @@ from examples.benchmarks.server.conformance.page import (
     results_of,
 )
 from examples.benchmarks.server.conformance.servers import OUT, SERVED, commit_of
+from examples.benchmarks.written import write_files
 from tests.conftest import read_url, start_server
 
 RESOURCES = (
@@ -96,9 +97,7 @@ def main() -> None:
         },
         **{name: before[name] for name in GO_TESTERS if name in before},
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    written.write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / "README.md").write_text(page(found))
+    write_files(args.out, {"conformance.json": found, "README.md": page(found)})
 
 
 if __name__ == "__main__":

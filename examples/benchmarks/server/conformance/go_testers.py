@@ -22,6 +22,7 @@ from typing import Any
 
 from examples.benchmarks.server.conformance.page import page, tester_reason
 from examples.benchmarks.server.conformance.servers import OUT, SERVED, commit_of
+from examples.benchmarks.written import write_files
 from tests.conftest import read_url, start_server
 
 KINDS = (
@@ -99,8 +100,7 @@ def main() -> None:
                 found[name] = {"commit": commit_of(checkout), "results": results}
             server.terminate()
             server.wait(60)
-    (args.out / "conformance.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / "README.md").write_text(page(found))
+    write_files(args.out, {"conformance.json": found, "README.md": page(found)})
 
 
 if __name__ == "__main__":
