@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from pathlib import Path
 
 import psutil
 import uvloop
+
+from examples.benchmarks.server.served import serving
 
 MODEL = "m"
 LOWEST_ID = 100  # of random prompts; lower ids are special tokens
@@ -41,31 +42,17 @@ class Rate:
     worker_microseconds: float
 
 
-def serve(checkpoint: str, directory: str) -> "tuple[subprocess.Popen[str], str]":
-    """A server on a free port, and its URL."""
-    command = [sys.executable, "-m", "gateway", "serve", checkpoint, "--port", "0"]
-    options = ["--served-model-name", MODEL, "--log-level", "warning", "--max-model-len", "2048"]
-    server = subprocess.Popen(
-        [*command, *options], cwd=directory, stdout=subprocess.PIPE, text=True
-    )
-    assert server.stdout is not None
-    line = server.stdout.readline()
-    assert " at http" in line, "the server did not start"
-    return server, line.rsplit(" at ", 1)[1].strip()
-
-
-def cpu_seconds(pid: int) -> tuple[float, float]:
+def cpu_seconds(loop: psutil.Process) -> tuple[float, float]:
     """CPU seconds of the event loop's process, and of its workers."""
-    loop = psutil.Process(pid)
     workers = [sum(child.cpu_times()[:2]) for child in loop.children(recursive=True)]
     return sum(loop.cpu_times()[:2]), sum(workers)
 
 
-def measured(pid: int, num_tokens: int, run: Callable[[], float]) -> Rate:
+def measured(server: psutil.Process, num_tokens: int, run: Callable[[], float]) -> Rate:
     """The CPU time per token of a load; `run` sends it and returns its seconds."""
-    loop_before, workers_before = cpu_seconds(pid)
+    loop_before, workers_before = cpu_seconds(server)
     seconds = run()
-    loop, workers = cpu_seconds(pid)
+    loop, workers = cpu_seconds(server)
     per_token = 1e6 / num_tokens
     return Rate(
         num_tokens / seconds,
@@ -90,7 +77,7 @@ def with_bench(url: str, load: argparse.Namespace) -> float:
 
 def with_raw(url: str, load: argparse.Namespace) -> float:
     """Clients that discard what they receive, in a separate process."""
-    command = [sys.executable, __file__, url, "--raw"]
+    command = [sys.executable, "-m", "examples.benchmarks.server.front_end", url, "--raw"]
     counts = ["-c", str(load.c), "-n", str(load.n)]
     lengths = ["--prompt-tokens", str(load.prompt_tokens)]
     lengths += ["--output-tokens", str(load.output_tokens), "--highest-id", str(load.highest_id)]
@@ -144,19 +131,15 @@ def _requests(load: argparse.Namespace) -> Iterator[bytes]:
 
 def main(load: argparse.Namespace) -> None:
     """Warm up, measure with both clients alternately, print the table."""
-    with tempfile.TemporaryDirectory() as directory:
-        server, url = serve(str(Path(load.target).resolve()), directory)
-        try:
-            with_raw(url, load)
-            num_tokens = load.n * load.output_tokens
-            rates = {
-                f"{name}, {which}": measured(server.pid, num_tokens, partial(run, url, load))
-                for which in ("first", "second")
-                for name, run in (("bench", with_bench), ("raw", with_raw))
-            }
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait()
+    flags = [load.target, "--served-model-name", MODEL, "--max-model-len", "2048"]
+    with serving(flags) as (server, url):
+        with_raw(url, load)
+        num_tokens = load.n * load.output_tokens
+        rates = {
+            f"{name}, {which}": measured(server, num_tokens, partial(run, url, load))
+            for which in ("first", "second")
+            for name, run in (("bench", with_bench), ("raw", with_raw))
+        }
     print(f"{'client':16}{'tokens/s':>10}{'seconds':>10}{'loop us/token':>15}{'workers':>10}")
     for name, rate in rates.items():
         print(

@@ -10,33 +10,16 @@ the same Poisson arrivals of mixed lengths at rising rates. The figure of merit 
 
 import argparse
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from examples.benchmarks.server.served import serving
+
 ADMISSIONS = ("grow", "request")
 Point = tuple[float, float]  # requests a second that were answered, median seconds per token
-
-
-@contextmanager
-def server(model: str, admission: str) -> Iterator[str]:
-    """The address of a server that is ready."""
-    command = [sys.executable, "-m", "gateway", "serve", model, "--port", "0"]
-    command += ["--admission", admission, "--max-batch-size", "32", "--log-level", "warning"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        if found is None:
-            raise SystemExit("the server did not start")
-        try:
-            yield found.group()
-        finally:
-            process.terminate()
 
 
 def measure(url: str, rate: float, args: argparse.Namespace, scratch: Path) -> Point:
@@ -72,7 +55,8 @@ def main() -> None:
     curves: dict[str, list[Point]] = {}
     with TemporaryDirectory() as scratch:
         for admission in ADMISSIONS:
-            with server(args.model, admission) as url:
+            flags = [args.model, "--admission", admission, "--max-batch-size", "32"]
+            with serving(flags) as (_, url):
                 curves[admission] = [measure(url, rate, args, Path(scratch)) for rate in args.rates]
     print(f"{'offered/s':>10}" + "".join(f"{name + ' req/s, ms/token':>26}" for name in curves))
     for index, rate in enumerate(args.rates):

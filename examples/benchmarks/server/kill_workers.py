@@ -18,12 +18,10 @@ import asyncio
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -31,6 +29,8 @@ from typing import Any
 
 import aiohttp
 import psutil
+
+from examples.benchmarks.server.served import serving
 
 WORKER_NAME = "podway-worker"
 POLL_SECONDS = 0.02
@@ -65,9 +65,8 @@ class Counts:
         if self.pauses and start <= self.killed_at <= end:
             self.pauses[-1] = max(self.pauses[-1], end - start)
 
-    flows: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # a token has arrived since the last kill
+    # A token has arrived since the last kill
+    flows: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ServiceUnavailable(Exception):
@@ -90,22 +89,6 @@ def body_of(index: int) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-
-
-@contextmanager
-def serving(flags: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`podway serve` on a free port: its process and its address."""
-    command = [sys.executable, "-m", "gateway", "serve", "--port", "0", "--log-level", "error"]
-    command += flags
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        try:
-            banner = server.stdout.readline()
-            if " at http://" not in banner:
-                raise SystemExit("the server did not start")
-            yield server, banner.rsplit(" at ", 1)[1].strip()
-        finally:
-            server.send_signal(signal.SIGTERM)
 
 
 async def chunks(session: aiohttp.ClientSession, url: str, index: int) -> AsyncIterator[Any]:
@@ -164,7 +147,9 @@ async def one_stream(
         index += 1 if number % 2 else 3
 
 
-async def kill_workers(server: int, arguments: argparse.Namespace, counts: Counts) -> None:
+async def kill_workers(
+    server: psutil.Process, arguments: argparse.Namespace, counts: Counts
+) -> None:
     """Send SIGKILL to random workers of the server until the time or the number is reached."""
     source = random.Random(arguments.seed)
     until = time.perf_counter() + arguments.seconds
@@ -180,19 +165,21 @@ async def kill_workers(server: int, arguments: argparse.Namespace, counts: Count
         worker, waited = await living_worker(server, source)
         counts.late_kills += waited
         counts.early_kills += not counts.flows.is_set()
-        os.kill(worker.pid, signal.SIGKILL)
+        worker.kill()
         counts.kills += 1
         counts.killed_at = time.perf_counter()
         counts.pauses.append(0.0)
         counts.flows.clear()
 
 
-async def living_worker(server: int, source: random.Random) -> tuple[psutil.Process, bool]:
+async def living_worker(
+    server: psutil.Process, source: random.Random
+) -> tuple[psutil.Process, bool]:
     """A random worker of the server, and whether it had to be waited for."""
     waited = False
     while True:
         workers = []
-        for process in psutil.Process(server).children():
+        for process in server.children():
             with suppress(psutil.NoSuchProcess):
                 is_alive = process.status() != psutil.STATUS_ZOMBIE
                 if process.name() == WORKER_NAME and is_alive:
@@ -203,7 +190,7 @@ async def living_worker(server: int, source: random.Random) -> tuple[psutil.Proc
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def measure(server: int, url: str, arguments: argparse.Namespace) -> Counts:
+async def measure(server: psutil.Process, url: str, arguments: argparse.Namespace) -> Counts:
     """Undisturbed texts, then the same requests while workers are killed."""
     counts, over = Counts(), asyncio.Event()
     timeout = aiohttp.ClientTimeout(total=None)
@@ -260,7 +247,7 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="after --: flags of podway serve")
     arguments = parser.parse_args()
     with serving(arguments.flags) as (server, url):
-        counts = asyncio.run(measure(server.pid, url, arguments))
+        counts = asyncio.run(measure(server, url, arguments))
     print(report(arguments, counts))
     for failure in counts.failures[:20]:
         print(failure, file=sys.stderr)

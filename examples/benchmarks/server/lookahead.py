@@ -11,13 +11,7 @@ beginning of the next, from the server's `--trace`. Figures are medians over the
 import argparse
 import asyncio
 import json
-import re
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
+
+from examples.benchmarks.server.served import serving
 
 PAUSE = 2.0  # seconds between two loads
 LONGEST_GAP = 1.0  # seconds; a longer gap separates two loads
@@ -39,24 +35,6 @@ class Figures:
     gap: float
     gap_p90: float
     waiting: float  # share of the worker's time
-
-
-@contextmanager
-def serving(model: str, lookahead: int, trace: Path, flags: list[str]) -> Iterator[str]:
-    """The address of a server that writes a trace."""
-    command = [sys.executable, "-m", "gateway", "serve", model, "--port", "0", *flags]
-    command += ["--lookahead", str(lookahead), "--trace", str(trace), "--log-level", "error"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as server:
-        assert server.stdout is not None
-        try:
-            found = re.search(r"http://\S+", server.stdout.readline())
-            if found is None:
-                raise SystemExit("the server did not start")
-            yield found.group()
-        finally:
-            server.send_signal(signal.SIGTERM)
 
 
 def spans(trace: Path) -> list[list[tuple[float, float]]]:
@@ -137,14 +115,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the worker")
     parser.add_argument("--out", type=Path, help="write lookahead.json here")
     arguments = parser.parse_args()
-    flags = ["--threads", str(arguments.threads)]
+    flags = [arguments.model, "--threads", str(arguments.threads), "--lookahead"]
     found: dict[tuple[int, int], list[Figures]] = {}
     with TemporaryDirectory() as scratch:
         for number in range(arguments.rounds):
             for lookahead in (0, 1):
                 trace = Path(scratch) / f"{number}-{lookahead}.json"
                 rates = []
-                with serving(arguments.model, lookahead, trace, flags) as url:
+                with serving([*flags, str(lookahead), "--trace", str(trace)]) as (_, url):
                     for clients in arguments.clients:
                         time.sleep(PAUSE)
                         rates.append(asyncio.run(load(url, clients, arguments.seconds)))
