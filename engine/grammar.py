@@ -57,10 +57,3 @@ class GrammarCompiler(Protocol):
     def compile(self, grammar: Grammar) -> Matcher:
         """A matcher with an empty output. May take seconds. Raises `GrammarError`."""
         ...
-
-
-class MakesGrammarCompiler(Protocol):
-    """The constructor of a class in the table of `adapters.grammar`. `vocab_size` is the model's,
-    which may have more ids than the token table."""
-
-    def __call__(self, table: TokenTable, vocab_size: int) -> GrammarCompiler: ...

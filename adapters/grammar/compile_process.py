@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from adapters.grammar import open_compiler
 from adapters.isolation.children import RECEIVE_BYTES, Children, Limits, Outcome, connect
 from engine.grammar import GrammarCompiler, GrammarError, TokenTable
 from engine.step import Grammar
@@ -96,11 +95,14 @@ def _verdict(compiler: GrammarCompiler, grammar: Grammar) -> bytes:
 
 def main() -> None:
     """The entry point; see the module's docstring."""
+    # Here, because the server imports this module and needs no grammar library
+    from adapters.grammar.llguidance_masks import LlguidanceCompiler
+
     descriptor, loader, directory, seconds, num_bytes = sys.argv[1:]
     connection = connect(descriptor)
     module, _, name = loader.partition(":")
     table: TokenTable = getattr(import_module(module), name)(Path(directory))
-    compiler = open_compiler(table, len(table.tokens))
+    compiler = LlguidanceCompiler(table, len(table.tokens))
     CompileProcess(connection, compiler, Limits(float(seconds), int(num_bytes))).run()
 
 

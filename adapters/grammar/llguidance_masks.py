@@ -47,6 +47,8 @@ class LlguidanceCompiler:
     """A `GrammarCompiler` that calls llguidance."""
 
     def __init__(self, table: TokenTable, vocab_size: int) -> None:
+        """`vocab_size` is the model's, which may have more ids than the token table. A large
+        vocabulary takes seconds."""
         self._size = vocab_size
         self._special = table.special
         wrapper = _TokenizerWrapper(table, vocab_size)

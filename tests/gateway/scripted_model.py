@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from adapters.dialects.jinja_template import JinjaTemplate, compile_request_template
-from adapters.grammar import open_compiler
 from adapters.grammar.compile_process import first_error
+from adapters.grammar.llguidance_masks import LlguidanceCompiler
 from engine.errors import Unavailable, WorkerLost
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.simulated.executor import SimulatedExecutor
@@ -58,7 +58,7 @@ def byte_grammars() -> GrammarCompiler:
     """A grammar compiler over bytes with the end token `END`."""
     tokens = [*(bytes([byte]) for byte in range(256)), b""]
     table = TokenTable(tokens, {"<end>": END}, lambda text: list(text.encode()))
-    return open_compiler(table, END + 1)
+    return LlguidanceCompiler(table, END + 1)
 
 
 class CheckedOnLoop:

@@ -284,8 +284,8 @@ class Checkpoint:
 
     def open_grammars(self) -> GrammarCompiler:
         """The grammar compiler over its vocabulary."""
-        open_compiler = cast(
+        compiler = cast(
             Callable[[TokenTable, int], GrammarCompiler],
-            load_by_name("adapters.grammar:open_compiler"),
+            load_by_name("adapters.grammar.llguidance_masks:LlguidanceCompiler"),
         )
-        return open_compiler(self.open_token_table(), self.family.shape.vocab_size)
+        return compiler(self.open_token_table(), self.family.shape.vocab_size)

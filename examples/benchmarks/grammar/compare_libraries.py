@@ -23,7 +23,7 @@ import numpy as np
 import xgrammar
 
 import adapters
-from adapters.grammar import open_compiler
+from adapters.grammar.llguidance_masks import LlguidanceCompiler
 from adapters.tokenizers import load_token_table
 from engine.grammar import GrammarError, Matcher, TokenTable
 from engine.step import Grammar, GrammarKind
@@ -50,7 +50,7 @@ class Llguidance:
 
     def __init__(self, table: TokenTable) -> None:
         self.end = len(table.tokens)
-        self._compiler = open_compiler(table, self.end)
+        self._compiler = LlguidanceCompiler(table, self.end)
 
     def compile(self, schema: str) -> Callable[[], State]:
         """A function that returns initial states; raises `ValueError` if it is not supported."""

@@ -19,7 +19,7 @@ from statistics import quantiles
 
 import jsonschema
 
-from adapters.grammar import open_compiler
+from adapters.grammar.llguidance_masks import LlguidanceCompiler
 from adapters.tokenizers import load_token_table
 from engine.grammar import GrammarCompiler, GrammarError, TokenTable
 from engine.request import FinishReason, RequestSpec
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=400)
     flags = parser.parse_args()
     table = load_token_table(BUILTIN)
-    compiler = open_compiler(table, len(table.tokens))
+    compiler = LlguidanceCompiler(table, len(table.tokens))
     schemas = random_schemas(flags.schemas, flags.seed)
     compiling: list[float] = []
     served: list[tuple[Schema, RequestSpec]] = []

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adapters
-from adapters.grammar import open_compiler
+from adapters.grammar.llguidance_masks import LlguidanceCompiler
 from adapters.tokenizers import load_token_table
 from engine.grammar import GrammarCompiler, GrammarError, Mask, TokenTable
 from engine.step import Grammar, GrammarKind
@@ -42,7 +42,7 @@ def table() -> TokenTable:
 
 @pytest.fixture(scope="module")
 def compiler(table: TokenTable) -> GrammarCompiler:
-    return open_compiler(table, len(table.tokens) + SPARE)
+    return LlguidanceCompiler(table, len(table.tokens) + SPARE)
 
 
 def ids(mask: Mask) -> set[int]:
