@@ -40,15 +40,12 @@ class Matcher(Protocol):
 
     def feed(self, tokens: Sequence[int]) -> None:
         """Append these tokens, none of them an end token, to the output."""
-        ...
 
     def mask(self) -> Mask:
         """The allowed next ids. May run in any thread and releases the GIL meanwhile."""
-        ...
 
     def copy(self) -> "Matcher":
         """An independent copy with the same output."""
-        ...
 
 
 class GrammarCompiler(Protocol):
@@ -56,4 +53,3 @@ class GrammarCompiler(Protocol):
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A matcher with an empty output. May take seconds. Raises `GrammarError`."""
-        ...

@@ -28,23 +28,18 @@ class KVStore(Protocol):
     @property
     def num_slots(self) -> int:
         """The slots are numbered below this; a shared store does not use their numbers."""
-        ...
 
     def write(self, slot: int, name: bytes, content: Bytes) -> None:
         """Queue a content, and return at once. It is dropped if the store does not keep up."""
-        ...
 
     def read(self, slots: Sequence[int], names: Sequence[bytes]) -> Sequence[Bytes | None]:
         """The contents, None for one that is not there; returns within a bounded time."""
-        ...
 
     def wait(self) -> None:
         """Wait until what is queued is written or given up."""
-        ...
 
     def close(self) -> None:
         """End the threads and close the connection or the files."""
-        ...
 
 
 class SharedStore(KVStore, Protocol):
@@ -56,11 +51,9 @@ class SharedStore(KVStore, Protocol):
         `lends_memory` the store may use memory of this process, as much as the URL says. Raises
         `StartupError` for a URL that is not valid or a package that is missing, not for a store
         that does not answer."""
-        ...
 
     def exists(self, names: Sequence[bytes]) -> Sequence[bool] | None:
         """The contents that the store has; None if it does not answer. Bounded like `read`."""
-        ...
 
 
 def open_store(url: str, keys: str, *, lends_memory: bool) -> SharedStore:

@@ -33,16 +33,13 @@ class StepExecutor(Protocol):
     @property
     def is_alive(self) -> bool:
         """Whether steps can run: False from the loss of a worker until `restart` returns."""
-        ...
 
     def watch(self, on_lost: Callable[[], object]) -> None:
         """Call `on_lost` whenever a worker is lost, also when no step is in flight."""
-        ...
 
     @property
     def depth(self) -> int:
         """How many steps may be in flight at the same time (Orca: `n_workers`)."""
-        ...
 
     def submit(self, step: Step) -> StepFuture: ...
 
@@ -51,7 +48,6 @@ class StepExecutor(Protocol):
 
         Raises `Unavailable` if they crashed too often in a row without completing a step.
         """
-        ...
 
 
 class StoreLookup(Protocol):
@@ -60,7 +56,6 @@ class StoreLookup(Protocol):
     async def find(self, names: Sequence[bytes]) -> Container[bytes]:
         """The names among these that the store has. Returns within a bounded time, with nothing if
         the store does not answer; does not raise."""
-        ...
 
 
 class LoraLoader(Protocol):
@@ -68,16 +63,13 @@ class LoraLoader(Protocol):
 
     async def load_lora(self, spec: LoraSpec) -> LoraReport:
         """The report has the error if it cannot be loaded. Raises `WorkerLost`."""
-        ...
 
     def unload_lora(self, lora_id: int) -> None:
         """Free an adapter, which no step in flight uses and no later one will use."""
-        ...
 
     def watch_loras(self, on_lost: Callable[[LoraReport], object]) -> None:
         """Call `on_lost` for each adapter that restarted workers could not load again, before any
         step is submitted to them."""
-        ...
 
 
 class Cost(Protocol):
@@ -85,6 +77,5 @@ class Cost(Protocol):
 
     def compute(self, num_tokens: int, start: int) -> float:
         """An iteration of one request: `num_tokens` tokens from position `start`."""
-        ...
 
     def step(self, step: Step) -> float: ...

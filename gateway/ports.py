@@ -46,20 +46,16 @@ class StreamParser(Protocol):
     @property
     def is_reasoning(self) -> bool:
         """Whether the text fed so far ends in reasoning."""
-        ...
 
     @property
     def is_complete(self) -> bool:
         """Whether no more text can belong to the message: it has `max_calls` calls."""
-        ...
 
     def feed(self, text: str) -> Sequence[Piece]:
         """The pieces that later text cannot change."""
-        ...
 
     def finish(self) -> Sequence[Piece]:
         """The buffered rest, which could have become something else."""
-        ...
 
 
 class ToolChoice(NamedTuple):
@@ -89,12 +85,10 @@ class Dialect(Protocol):
     @property
     def has_tool_calls(self) -> bool:
         """Whether it has tool calls."""
-        ...
 
     @property
     def special_tokens(self) -> Collection[str]:
         """The texts of its marks. Parsers must see them, also if they are control tokens."""
-        ...
 
     def parser(
         self, prompt: str, wanted: ToolChoice, bits: Callable[[int], int]
@@ -103,23 +97,19 @@ class Dialect(Protocol):
 
         `bits(n)` makes random bits, for the ids of tool calls.
         """
-        ...
 
     def without_reasoning(self, prompt: str, *, has_tools: bool) -> str:
         """What to append to `prompt` so that an answer follows without reasoning; "" if nothing.
 
         With `has_tools` the answer may be a tool call.
         """
-        ...
 
     @property
     def call_mark(self) -> str:
         """The text with which every call begins and nothing else does; "" if there is none."""
-        ...
 
     def call_grammar(self, calls: ToolCallGrammar) -> "Grammar | None":
         """The grammar of outputs with such calls; None if this format has no grammar."""
-        ...
 
 
 class GrammarChecker(Protocol):
@@ -131,11 +121,9 @@ class GrammarChecker(Protocol):
 
         Raises `Unavailable` if no grammar can be checked now.
         """
-        ...
 
     async def close(self) -> None:
         """Release what it uses. Idempotent."""
-        ...
 
 
 class EncodedImage(NamedTuple):
@@ -203,11 +191,9 @@ class ImageDecoder(Protocol):
 
         Raises `UnreadableImage`, and `Unavailable` if no image can be decoded now.
         """
-        ...
 
     async def close(self) -> None:
         """Release what it uses. Idempotent."""
-        ...
 
 
 class TokenDecoder(Protocol):
@@ -215,7 +201,6 @@ class TokenDecoder(Protocol):
 
     def feed(self, token_id: int) -> bytes:
         """The bytes of the next id; they may end in the middle of a UTF-8 character."""
-        ...
 
 
 class Tokenizer(Protocol):
@@ -227,24 +212,19 @@ class Tokenizer(Protocol):
     @property
     def special_ids(self) -> frozenset[int]:
         """The ids of control tokens, which are left out of the text."""
-        ...
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
         """The control tokens by their texts."""
-        ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The ids as in Hugging Face; `add_special_tokens` adds BOS, or what the model requires."""
-        ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of an id inside a text; of a control token its text; empty for unused ids."""
-        ...
 
     def decoder(self) -> TokenDecoder:
         """A fresh decoder for one output; control tokens decode to no bytes."""
-        ...
 
 
 @runtime_checkable
@@ -254,7 +234,6 @@ class EncodesInPieces(Protocol):
     def encode_pieces(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
         """The ids of `encode`, in consecutive lists. Each list takes a few milliseconds, except
         where the text cannot be divided."""
-        ...
 
 
 @runtime_checkable
@@ -264,7 +243,6 @@ class EncodesPairs(Protocol):
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """The ids of two texts with the special tokens around them, and the number of leading ones
         that belong to the first text; all of them if the model does not tell texts apart."""
-        ...
 
 
 class ChatTemplate(Protocol):
@@ -274,7 +252,6 @@ class ChatTemplate(Protocol):
         self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
         """The prompt. Raises `InvalidRequest` with the message of the template's error."""
-        ...
 
     async def render_source(
         self,
@@ -289,4 +266,3 @@ class ChatTemplate(Protocol):
         Rendering it must not block the caller's threads and must end within limits of time and
         memory. Raises `InvalidRequest`.
         """
-        ...

@@ -51,17 +51,14 @@ class ImageProcessor(Protocol):
     @property
     def values(self) -> NDArray[np.float32]:
         """What the levels stand for, as in `engine.media.Pixels`."""
-        ...
 
     @property
     def reserved(self) -> Sequence[str]:
         """The tokens around images, which the text of a message must not become."""
-        ...
 
     def process(self, image: Image, max_tokens: int) -> list[Piece]:
         """What replaces the placeholder of an RGB image: texts, and tiles of at most `max_tokens`
         tokens together, unless its smallest form has more. Raises `UnreadableImage`."""
-        ...
 
 
 def normalized(

@@ -118,19 +118,15 @@ class PrefixListener(Protocol):
     def stored(self, request: Request, places: Sequence[int], group: int) -> None:
         """These pages of the request, by their place in it, can be reused from now on in a layer
         group. Snapshots of recurrent layers are reported as the group behind the last one."""
-        ...
 
     def removed(self, block_hash: bytes) -> None:
         """The page with this name in its group (`name_in_group`) cannot be reused any more."""
-        ...
 
     def cleared(self) -> None:
         """No page of the device or of the host tier can be reused any more."""
-        ...
 
     def copied(self, tier: Tier, block_hash: bytes, is_saved: bool) -> None:
         """A tier below the device has a copy of the page from now on, or no longer."""
-        ...
 
 
 class _Published(NamedTuple):

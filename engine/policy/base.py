@@ -38,18 +38,15 @@ class Policy(Protocol):
     def validate(self, spec: RequestSpec, num_tokens: int, now: float) -> None:
         """Raise `DeadlineUnmeetable` or `InvalidRequest` if the request cannot meet its deadline;
         `num_tokens` tokens of its prompt have to be computed."""
-        ...
 
     def arrive(self, request: Request, now: float) -> None: ...
 
     def ran(self, request: Request, num_tokens: int, seconds: float, now: float) -> None:
         """`num_tokens` tokens of the request were computed in an iteration of `seconds`."""
-        ...
 
     def found(self, request: Request, num_tokens: int) -> bool:
         """The cache was searched for a waiting request: `num_tokens` tokens are to be computed.
         Returns whether it may start; if not, others have come before it."""
-        ...
 
     def start(self, request: Request) -> None: ...
 
@@ -61,7 +58,6 @@ class Policy(Protocol):
         The scheduler takes a batch from the front, so the cost must depend on how many requests
         are taken, not on how many are live. Requests are taken before any other method is called.
         """
-        ...
 
     def started_order(
         self, started: Collection[Request], now: float, *, reverse: bool = False
@@ -71,16 +67,13 @@ class Policy(Protocol):
 
         Requests may start, stop and run during the walk, which does not change it.
         """
-        ...
 
     def sort_keys(self, requests: Sequence[Request], now: float) -> list[SortKey]:
         """One key for each of these live requests; `order` is ascending in them."""
-        ...
 
     def next_scheduled_times(self, requests: Sequence[Request], now: float) -> list[float]:
         """How soon each of these live requests is expected to run next (FastServe's ENST). The unit
         is the policy's own; values are only compared with each other."""
-        ...
 
 
 @runtime_checkable
@@ -90,11 +83,9 @@ class MultiLevel(Protocol):
     @property
     def level_sizes(self) -> list[int]:
         """The number of live requests in each queue."""
-        ...
 
     def level(self, request: Request) -> int:
         """The queue that a live request is in."""
-        ...
 
 
 class PolicyBase(ABC):

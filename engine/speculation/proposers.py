@@ -48,11 +48,9 @@ class Proposer(Protocol):
 
     def propose(self, request: Request, count: int) -> Proposal:
         """Up to `count` tokens that may follow the request's last token; none if unknown."""
-        ...
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
-        ...
 
 
 TOKENS_PER_CALL = 2048  # fixed: about 1 ms of the event loop, to add tokens to an index

@@ -26,21 +26,17 @@ class LaunchedWorker(Protocol):
     @property
     def connection(self) -> socket.socket:
         """The server's end of the socket, non-blocking."""
-        ...
 
     @property
     def pid(self) -> int:
         """The process id on the machine that runs the worker."""
-        ...
 
     def kill(self) -> None:
         """Send SIGKILL without waiting; `end` must still be called."""
-        ...
 
     async def end(self, grace: float) -> WorkerExit:
         """Close the connection, kill the process if it does not exit within `grace` seconds, and
         release its resources. Idempotent."""
-        ...
 
 
 class Launcher(Protocol):
@@ -51,11 +47,9 @@ class Launcher(Protocol):
 
         Raises `StartupError`; then no worker is left running.
         """
-        ...
 
     async def close(self) -> None:
         """Release what the workers share. `launch` must not be called afterwards."""
-        ...
 
 
 def placements(num_stages: int, num_ranks: int) -> list[Placement]:

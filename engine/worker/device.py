@@ -70,19 +70,15 @@ class DeviceMemory(Protocol):
 
     def zeros(self, *sizes: int) -> Tensor:
         """Zeros in the dtype of activations."""
-        ...
 
     def states(self, sizes: tuple[int, ...]) -> Tensor:
         """Zeros in float32 for states of recurrent layers, which live as long as the worker."""
-        ...
 
     def kv(self, shape: ModelShape, num_blocks: int) -> KVTensors:
         """A cache of zeros for all layers of `shape`."""
-        ...
 
     def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
         """Allocates `num_host_blocks` of host memory, and moves blocks between it and the cache."""
-        ...
 
 
 class ComputeThreads(Protocol):
@@ -92,15 +88,12 @@ class ComputeThreads(Protocol):
 
     def wake(self) -> None:
         """Let threads that help this one compute begin to work, if they sleep."""
-        ...
 
     def rest(self) -> None:
         """Let these threads sleep until `wake`."""
-        ...
 
     def awake(self) -> AbstractContextManager[None]:
         """`wake` and `rest` around a block."""
-        ...
 
 
 class Device(Protocol):
@@ -109,7 +102,6 @@ class Device(Protocol):
     @property
     def name(self) -> str:
         """The name that reports and logs show: "cpu", "cuda:0 (NVIDIA H200)"."""
-        ...
 
     @property
     def formats(self) -> Formats: ...
@@ -123,21 +115,17 @@ class Device(Protocol):
     @property
     def attentions(self) -> tuple[str, ...]:
         """Names in the table of `adapters.attention`; the first that supports the model is used."""
-        ...
 
     @property
     def takes_values_from_keys(self) -> bool:
         """Whether its attention supports `ModelShape.values_from`; else shapes are expanded."""
-        ...
 
     @property
     def kernels(self) -> str:
         """The kernels in use, as reports show them."""
-        ...
 
     def prepare(self, progress: Progress) -> None:
         """Load all kernels; those that were never compiled on this machine are compiled now."""
-        ...
 
     def check_weights(self, num_bytes: int, idle_bytes: int) -> None:
         """Raise `StartupError` if this worker's weights, so many bytes, do not fit.
@@ -145,11 +133,9 @@ class Device(Protocol):
         `idle_bytes` of them are experts that one token does not use; a device that maps them from
         a file does not need memory for these.
         """
-        ...
 
     def beside(self, preferred: PreferredFormat) -> "Device":
         """The same device for the weights of another model."""
-        ...
 
     def operators(self) -> Operators: ...
 
@@ -158,7 +144,6 @@ class Device(Protocol):
 
         `operators` are those that the model was built with.
         """
-        ...
 
     def source(
         self, weights: WeightSource, cache: PackedCache, num_bytes: int
@@ -167,13 +152,11 @@ class Device(Protocol):
 
         A device that packs weights takes them from the cache, or adds about `num_bytes` to it.
         """
-        ...
 
     def backend(
         self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
     ) -> AttentionBackend:
         """Attention over the cache; several may exist at a time."""
-        ...
 
     def kv_capacity(self, profile_run: Callable[[], None]) -> KVCapacity:
         """Memory left for KV once all weights are loaded.
@@ -181,30 +164,24 @@ class Device(Protocol):
         `profile_run` runs the largest step on a cache of its own, for devices that have to
         measure how much memory that takes.
         """
-        ...
 
     def transfers(self) -> Transfers:
         """Copies and events of steps, always the same."""
-        ...
 
     def replaying(
         self, stage: Stage, shard: Shard, limits: LayoutLimits, progress: Progress
     ) -> Stage:
         """The stage; where it pays, it replays the layers of similar steps."""
-        ...
 
     def tensor_transport(self) -> TensorTransport:
         """How tensors of a step reach other workers. Raises `StartupError`."""
-        ...
 
     def enter_thread(self) -> None:
         """Make this the current device of the calling thread, before the thread uses it."""
-        ...
 
     def check(self) -> None:
         """Wait for all work. Raises `WorkerLost` if the device failed and can compute nothing
         more."""
-        ...
 
 
 class _DeviceClass(Protocol):
@@ -214,7 +191,6 @@ class _DeviceClass(Protocol):
 
     def missing(self, settings: WorkerSettings) -> str:
         """One line that names what this machine lacks; empty if nothing."""
-        ...
 
 
 def open_device(settings: WorkerSettings, preferred: PreferredFormat | None = None) -> Device:

@@ -18,11 +18,9 @@ class StepInFlight(Protocol):
     @property
     def may_wait(self) -> bool:
         """Whether `collect` may have to wait, so that the next step should be launched first."""
-        ...
 
     def collect(self) -> StepOutcome:
         """Wait for the outcome; may be called in another thread than the one that launches.
 
         Any error but `WorkerLost` fails this step only; after `WorkerLost` no step can run.
         """
-        ...

@@ -22,12 +22,10 @@ class StreamEvent(Protocol):
 
     def wait(self) -> None:
         """Block the host until the event is reached. Raises `WorkerLost` if the device fails."""
-        ...
 
     def seconds_since(self, earlier: "StreamEvent") -> float:
         """Seconds on the device's clock; both events were recorded with `is_timed` and are
         reached."""
-        ...
 
 
 class Stream(Protocol):
@@ -35,15 +33,12 @@ class Stream(Protocol):
 
     def submit(self, work: Callable[[], object]) -> None:
         """Call `work` now, with this stream current: its kernels and copies run in this stream."""
-        ...
 
     def record(self, *, is_timed: bool = False) -> StreamEvent:
         """An event after all work submitted so far."""
-        ...
 
     def wait_for(self, event: StreamEvent) -> None:
         """Work submitted from now on waits for the event; the host does not."""
-        ...
 
 
 class Graph(Protocol):
@@ -51,7 +46,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Launch the graph in the compute stream."""
-        ...
 
 
 class Streams(Protocol):
@@ -65,31 +59,25 @@ class Streams(Protocol):
 
     def side(self) -> Stream:
         """A new stream."""
-        ...
 
     def pinned(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised page-locked host memory."""
-        ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy between pinned memory and the device in the current stream. The pinned memory must
         not change until an event recorded after the copy is reached."""
-        ...
 
     def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
         """The graph of `work`, and its result, which every replay overwrites.
 
         All graphs share one memory pool: a replay may overwrite the results of other graphs.
         """
-        ...
 
     def seconds(self, work: Callable[[], object]) -> float:
         """The time of `work` on the device, as a graph: the host's launches are not measured.
 
         `work` has run before, so that nothing is compiled in it.
         """
-        ...
 
     def synchronize(self) -> None:
         """Wait until all work of all streams is done. Raises `WorkerLost` if the device fails."""
-        ...

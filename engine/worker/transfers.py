@@ -21,7 +21,6 @@ class Fetched(Protocol):
 
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors on the host, once they are there."""
-        ...
 
 
 class Transfers(Protocol):
@@ -30,20 +29,15 @@ class Transfers(Protocol):
     @property
     def is_async(self) -> bool:
         """Whether the device still works on a step when the host has submitted it."""
-        ...
 
     def put(self, array: NDArray[Any]) -> Tensor:
         """The array on the device; work submitted from now on sees it."""
-        ...
 
     def put_inputs(self, *arrays: Int64s) -> list[Tensor]:
         """The inputs of a step's layers, in one copy; valid until the next call."""
-        ...
 
     def fetch(self, *tensors: Tensor) -> Fetched:
         """Copy tensors to the host once the work submitted so far has computed them."""
-        ...
 
     def mark(self) -> StreamEvent:
         """A timed event after all work submitted so far."""
-        ...

@@ -28,11 +28,9 @@ class Shared(Protocol):
 
     def hold(self) -> None:
         """Another attempt waits for it."""
-        ...
 
     def release(self) -> None:
         """An attempt has left; the work ends with the last one."""
-        ...
 
 
 class Retries:

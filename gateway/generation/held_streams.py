@@ -41,11 +41,9 @@ class FormerServer(Protocol):
     async def streams(self) -> list[dict[str, Any]]:
         """The streams of the caller there, as `GET /v1/streams` lists them. Raises
         `Unavailable`."""
-        ...
 
     async def delete(self, name: str) -> None:
         """End a stream of the caller, if there is one."""
-        ...
 
 
 def resumed(scope: Scope, caller: Caller, service: Service) -> ASGIApp | None:

@@ -34,19 +34,15 @@ class ThreadMeter(Protocol):
     @property
     def cpu_clock(self) -> Clock:
         """The CPU time of the calling thread."""
-        ...
 
     async def begin(self, *, is_new: bool) -> None:
         """Wait for the client's turn, and first for its debt if the request `is_new`."""
-        ...
 
     def end(self, seconds: float, *, in_one_piece: bool) -> None:
         """The work has taken so long, perhaps in one piece, and the turn has ended."""
-        ...
 
     async def pause(self) -> None:
         """Let others run between two pieces, and wait until the client's debt is repaid."""
-        ...
 
 
 class _Unmetered:

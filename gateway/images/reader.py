@@ -41,7 +41,6 @@ class Fetcher(Protocol):
 
     async def fetch(self, url: str) -> bytes:
         """The bytes of the image. Raises `UnreadableImage`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,12 @@ class ApiDialect(Protocol):
     @property
     def request_id_header(self) -> str | None:
         """The header for the request's id, besides `x-request-id`."""
-        ...
 
     def error_body(self, error: BaseException, request_id: str) -> bytes:
         """The JSON body of an error response."""
-        ...
 
     def error_event(self, error: BaseException, request_id: str) -> bytes:
         """The last event of a stream that fails after its first event."""
-        ...
 
 
 OPENAI: ApiDialect = OpenAIDialect()

@@ -257,7 +257,6 @@ class GenerationProgress(Protocol):
     @property
     def usage(self) -> Usage:
         """The counts so far."""
-        ...
 
 
 class ResponseRenderer(Protocol):
@@ -271,11 +270,9 @@ class ResponseRenderer(Protocol):
     @property
     def ping(self) -> bytes:
         """The bytes sent while no token arrives, so that proxies keep the connection open."""
-        ...
 
     def delta(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:
         """The events for what the choice `index` adds."""
-        ...
 
     def text_frame(self, index: int) -> TextFrame | None:
         """The frame of every delta from here on that is one text; None if there is no such."""
@@ -283,16 +280,12 @@ class ResponseRenderer(Protocol):
 
     def ending(self, index: int, end: ChoiceEnd, progress: GenerationProgress) -> bytes:
         """The events that end the choice `index`."""
-        ...
 
     def closing(self, progress: GenerationProgress) -> bytes:
         """The last bytes of a stream whose choices have all ended."""
-        ...
 
     def failure(self, error: BaseException) -> bytes:
         """The last bytes of a stream that fails after its first event."""
-        ...
 
     def whole(self, choices: Sequence[FinishedChoice], progress: GenerationProgress) -> bytes:
         """The body of a response that is not streamed."""
-        ...

@@ -137,7 +137,6 @@ class StoreExecutor(Protocol):
 
     def close(self) -> None:
         """Wait for the work that was begun; no call may follow."""
-        ...
 
 
 # In the context of a request: is told the seconds of each piece of the store's work for it, which

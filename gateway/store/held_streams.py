@@ -23,28 +23,22 @@ class HeldStream(Protocol):
     @property
     def is_kept(self) -> bool:
         """Whether it goes on while no client listens."""
-        ...
 
     @property
     def rejection(self) -> Exception | None:
         """Why it failed before its first event."""
-        ...
 
     def cancel(self) -> None:
         """End it now."""
-        ...
 
     async def forget(self) -> None:
         """Wait for its end, and let nothing of it be stored."""
-        ...
 
     async def finished(self) -> None:
         """Wait for its end."""
-        ...
 
     async def stop(self) -> None:
         """End it at the end of the server; the next server may go on with it."""
-        ...
 
 
 class HeldStreams:

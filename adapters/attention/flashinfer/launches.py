@@ -231,17 +231,14 @@ class Launch(Protocol):
     @property
     def takes_contiguous(self) -> bool:
         """Whether q has to be contiguous."""
-        ...
 
     def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
         """Plan one step; `indices` are the requests' pages, int32 on the device."""
-        ...
 
     def run(
         self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Sinks | None = None
     ) -> None:
         """Attention of one layer into `out`; q and `out` have the heads of the kernel."""
-        ...
 
 
 class GraphLaunch(Launch, Protocol):
@@ -249,7 +246,6 @@ class GraphLaunch(Launch, Protocol):
 
     def baked(self, library: Library) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,9 @@ class DeviceEvent(Protocol):
 
     def record(self) -> None:
         """Move the event after all work submitted to the current stream so far."""
-        ...
 
     def synchronize(self) -> None:
         """Block the host until the event is reached."""
-        ...
 
 
 class RunsPaged(Protocol):
@@ -61,7 +59,6 @@ class RunsPaged(Protocol):
         All dtypes are those given to `plan`. With `return_lse` the logarithms to base 2 of the sums
         of exponentiated scores are written to `lse`, float32 `[tokens, heads]`.
         """
-        ...
 
 
 class PlanArguments(TypedDict):
@@ -99,7 +96,6 @@ class MixedWrapper(RunsPaged, Protocol):
     ) -> None:
         """Split the work of one step; host tensors must not change until the stream has copied
         them."""
-        ...
 
 
 class CapturedWrapper(RunsPaged, Protocol):
@@ -118,7 +114,6 @@ class CapturedWrapper(RunsPaged, Protocol):
         **arguments: Unpack[PlanArguments],
     ) -> None:
         """See `MixedWrapper.plan`; the tables are copied to the wrapper's fixed buffers."""
-        ...
 
     def workspace_size(
         self,
@@ -131,7 +126,6 @@ class CapturedWrapper(RunsPaged, Protocol):
         **arguments: Unpack[PlanArguments],
     ) -> tuple[int, int]:
         """Bytes of the float and of the integer workspace that `plan` would use."""
-        ...
 
 
 class PackedDecode(Protocol):
@@ -168,75 +162,59 @@ class Library(Protocol):
     @property
     def num_processors(self) -> int:
         """The number of streaming multiprocessors."""
-        ...
 
     @property
     def capability(self) -> tuple[int, int]:
         """The compute capability: (9, 0) is Hopper."""
-        ...
 
     @property
     def names(self) -> tuple[str, ...]:
         """The GPU, and the versions of all that decides which kernel is fastest."""
-        ...
 
     def compile(
         self, spec: AttentionSpec, kv_dtype: torch.dtype, page_size: int, *, with_xqa: bool
     ) -> None:
         """Compile the modules of such layers that this machine has not compiled yet."""
-        ...
 
     def on_device(self, size: int, dtype: torch.dtype) -> Tensor:
         """A zeroed tensor on the device."""
-        ...
 
     def pinned(self, num_bytes: int) -> Tensor:
         """Uninitialised page-locked host memory."""
-        ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """An asynchronous copy from pinned memory to the device, in the current stream."""
-        ...
 
     def fill(self, target: Tensor, value: int) -> None:
         """Set all elements, in the current stream."""
-        ...
 
     def scatter(self, target: Tensor, places: Tensor, values: Tensor) -> None:
         """`target[places[i]] = values[i]` in the current stream; places are int64 and differ."""
-        ...
 
     def seconds(self, work: Callable[[], object]) -> float:
         """The time of `work` on the device, as a CUDA graph; it has run before."""
-        ...
 
     def synchronize(self) -> None:
         """Wait for all work on the device; raises if the device has faulted."""
-        ...
 
     def event(self) -> DeviceEvent: ...
 
     def mixed(self, workspace: Tensor, buffers: CapturedBuffers | None = None) -> MixedWrapper:
         """With buffers for a CUDA graph: the first plan has as many rows as any later one, and all
         have N requests, of which some may be empty."""
-        ...
 
     def captured(self, workspace: Tensor, buffers: CapturedBuffers) -> CapturedWrapper: ...
 
     def packed_decode(self, workspace: Tensor) -> PackedDecode:
         """XQA; it is compiled at its first call. The workspace begins with zeros."""
-        ...
 
     def baked(self, wrapper: RunsPaged) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""
-        ...
 
     def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite:
         """RoPE and the cache write, in one launch if there is a kernel; `kept` is the dtype of the
         cache."""
-        ...
 
     def merge_parts(self) -> MergeParts | None:
         """What adds up attention over parts of keys (`reference.merge_parts`), if there is a
         kernel."""
-        ...

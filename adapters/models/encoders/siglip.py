@@ -84,11 +84,9 @@ class MakesTokens(Protocol):
 
     def places(self, side: int) -> Tensor:
         """The row of the position table for each of `side` × `side` patches."""
-        ...
 
     def __call__(self, blocks: Tensor) -> Tensor:
         """`[tokens, out width]` from `[tokens, patches of a block, width]`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

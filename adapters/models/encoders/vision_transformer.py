@@ -72,11 +72,9 @@ class MixesPatches(Protocol):
 
     def read(self, hidden: Tensor, qkv: Tensor) -> None:
         """Fill in `[patches, 3, heads, dim]`, but for RoPE, from `[patches, width]`."""
-        ...
 
     def add(self, mixed: Tensor, hidden: Tensor) -> None:
         """Add to `hidden` what follows the attention's result, which is as wide."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

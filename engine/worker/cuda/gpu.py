@@ -96,49 +96,39 @@ class Gpu(Protocol):
     @property
     def model(self) -> str:
         """The product name, for example "NVIDIA H200"."""
-        ...
 
     @property
     def capability(self) -> tuple[int, int]:
         """The compute capability: (9, 0) is Hopper."""
-        ...
 
     @property
     def total_bytes(self) -> int: ...
 
     def used_bytes(self) -> int:
         """Memory in use on this GPU by all processes, tensors and everything else."""
-        ...
 
     def tensor_bytes(self) -> int:
         """Memory in tensors of this process."""
-        ...
 
     def peak_bytes(self) -> int:
         """The largest `tensor_bytes` since `reset_peak`."""
-        ...
 
     def reset_peak(self) -> None: ...
 
     def release_cached(self) -> None:
         """Wait for all work, then return cached memory that no tensor uses to the driver."""
-        ...
 
     def put(self, array: NDArray[Any]) -> Tensor:
         """Copy the array to the GPU asynchronously; work submitted from now on sees it."""
-        ...
 
     def tensor_transport(self, dtype: torch.dtype) -> TensorTransport:
         """Communication between GPUs; raises `StartupError` if torch was built without NCCL."""
-        ...
 
     def enter_thread(self) -> None:
         """Make this the current GPU of the calling thread."""
-        ...
 
     def streams(self) -> Streams:
         """The streams of this GPU; make one and share it."""
-        ...
 
 
 class TorchGpu:

@@ -73,7 +73,6 @@ class FeedForward(Protocol):
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """`[tokens, hidden]`: a new tensor, or `add_to` with the output added in place."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,6 @@ class HeadNorm(Protocol):
 
     def apply_(self, heads: Tensor) -> None:
         """Rotate `[tokens, heads, dim]` in place."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +164,9 @@ class Mixer(Protocol):
     @property
     def out(self) -> Linear:
         """The linear behind it, which the caller applies."""
-        ...
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         """The inputs of `out`, `[tokens, width]`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +257,6 @@ class Layer(Protocol):
 
     def __call__(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Hidden states of `context.rows`; in `hidden` itself if all rows are needed."""
-        ...
 
 
 class ComputesAngles(Protocol):
@@ -269,7 +264,6 @@ class ComputesAngles(Protocol):
 
     def angles(self, positions: Tensor) -> RopeAngles:
         """The angles at `positions` `[tokens]`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,17 +30,14 @@ class ReplaysLayers(Protocol):
     @property
     def mixed(self) -> tuple[int, ...]:
         """The numbers of tokens of recorded steps with pieces of prompts, ascending."""
-        ...
 
     def padded(self, layout: RaggedLayout) -> RaggedLayout | None:
         """The layout with as many rows as a recording has; None if the layers have to run as
         usual."""
-        ...
 
     def replay(self, layout: RaggedLayout, hidden: Tensor | None) -> Tensor:
         """Hidden states of a padded layout, whose ids and positions were copied to the device; the
         next replay overwrites them. `hidden` comes from the previous stage."""
-        ...
 
 
 def put_each(put: Callable[[Int64s], Tensor]) -> Callable[..., list[Tensor]]:
@@ -56,7 +53,6 @@ class HoldsEncodings(Protocol):
 
     def encoding(self, number: int) -> Encoding | None:
         """The encoding of an image; None if it failed. Raises `ValueError` for an unknown one."""
-        ...
 
 
 class _Inputs(NamedTuple):

@@ -99,7 +99,6 @@ class AttentionBackend(Protocol):
         and k as they are. `sinks` `[heads]` in float32 are given if the spec has them.
         q, k and v are adjacent views of one tensor, in this order, and may be overwritten.
         """
-        ...
 
 
 class RecordableAttention(ABC):
@@ -130,11 +129,9 @@ class CapturableAttention(AttentionBackend, Protocol):
 
     def may_divide(self, rows: int) -> bool:
         """Whether so many decodes have a second graph; equal on all ranks."""
-        ...
 
     def divides(self, layout: RaggedLayout) -> bool:
         """Whether a step of decodes, padded, is for the second graph of its size."""
-        ...
 
     def plan_captured(self, layout: RaggedLayout, *, divides: bool = False) -> tuple[int, ...]:
         """Like `plan`, before each warm-up, capture and replay of the graph of such layouts;
@@ -142,7 +139,6 @@ class CapturableAttention(AttentionBackend, Protocol):
 
         Reads and writes only addresses that are the same for every step of this graph.
         """
-        ...
 
 
 class KernelRecorder(Protocol):
@@ -152,7 +148,6 @@ class KernelRecorder(Protocol):
         self, function: int, operands: ctypes.Structure, chunks: int, weights: Tensor | None = None
     ) -> None:
         """A call with these operands, which reads `weights` from memory."""
-        ...
 
     def add_rows(
         self,
@@ -164,7 +159,6 @@ class KernelRecorder(Protocol):
     ) -> None:
         """A call over rows. `fit` changes its operands to those of a call over another number of
         rows, and returns the number of its chunks."""
-        ...
 
     def add_row_chunks(
         self,
@@ -177,7 +171,6 @@ class KernelRecorder(Protocol):
     ) -> None:
         """The same with `rows_per_chunk` rows in each chunk. A call that `joins` may run with the
         call before it, row by row."""
-        ...
 
 
 class ThreadPool(Protocol):
@@ -189,18 +182,15 @@ class ThreadPool(Protocol):
     @property
     def graph(self) -> KernelRecorder | None:
         """What kernel calls are being recorded to, None outside a recording."""
-        ...
 
     def empty(
         self, kind: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Memory for the output of a kernel. Every tensor passed to kernels is allocated here,
         except tensors that outlive all steps."""
-        ...
 
     def run(self, kernel: int, operands: int, chunks: int) -> None:
         """Run `kernel(operands, chunk, thread)` for all chunks; both are addresses."""
-        ...
 
 
 class MakesAttention(Protocol):
@@ -216,4 +206,3 @@ class ChoosesShapes(MakesAttention, Protocol):
 
     def why_not(self, spec: AttentionSpec, kv_dtype: torch.dtype, block_size: int) -> str:
         """Called on the class: "" if it supports them, else one line with what it does not."""
-        ...

@@ -58,19 +58,15 @@ class ImageEncoder(Protocol):
     @property
     def smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         """The shape of the levels of the smallest image's pixels, and its grid."""
-        ...
 
     def begin(self, pixels: EncoderPixels, grid: tuple[int, int, int]) -> EncoderState:
         """The state before the first slice."""
-        ...
 
     def run_slice(self, state: EncoderState, number: int) -> None:
         """Compute one slice; changes the state."""
-        ...
 
     def end(self, state: EncoderState) -> Encoding:
         """The encoding, from the state behind the last slice."""
-        ...
 
 
 class BuildsEncoder(Protocol):
@@ -79,11 +75,9 @@ class BuildsEncoder(Protocol):
     @property
     def encoder(self) -> EncoderReport | None:
         """The encoder that config.json describes; None without one."""
-        ...
 
     @property
     def encoder_roots(self) -> tuple[str, ...]:
         """What the names of all its tensors begin with; checkpoints differ in it."""
-        ...
 
     def build_encoder(self, weights: WeightSource, operators: Operators) -> ImageEncoder: ...

@@ -58,4 +58,3 @@ class Experts(Protocol):
         `logits` are the router's, `[tokens, experts]`. The result is a new tensor, or `add_to` with
         the sum added in place.
         """
-        ...

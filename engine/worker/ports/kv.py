@@ -111,7 +111,6 @@ class MovesInFlight(Protocol):
 
     def wait(self) -> tuple[Page, ...]:
         """Wait until all are done; what could not be filled from the disk or a store."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,4 +136,3 @@ class BlockMover(Protocol):
 
         Raises `ValueError` for a block out of range.
         """
-        ...

@@ -62,20 +62,16 @@ class StageModel(Protocol):
         `types` are the token types of models that have them: 1 in the second text of a pair, else
         0; None: all 0.
         """
-        ...
 
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Hidden states `[rows, hidden]` after all layers of this stage; may overwrite `hidden`."""
-        ...
 
     def features(self, hidden: Tensor) -> Tensor:
         """The final hidden states `[rows, hidden]` in float32, behind the model's last norm; only
         on the last stage."""
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, this rank's part of vocab]` in float32; only on the last stage."""
-        ...
 
 
 class MtpModel(Protocol):
@@ -88,15 +84,12 @@ class MtpModel(Protocol):
     def layers(self, ids: Tensor, features: Tensor, context: StepContext) -> Tensor:
         """Hidden states `[context.rows, hidden]` from the next tokens, int64 `[rows]`, and
         `StageModel.features` `[rows, hidden]`."""
-        ...
 
     def features(self, hidden: Tensor) -> Tensor:
         """What stands for the model's features when the predicted token is the next one."""
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` in float32."""
-        ...
 
 
 class BuildsMtp(Protocol):
@@ -106,7 +99,6 @@ class BuildsMtp(Protocol):
         self, weights: WeightSource, shard: Shard, operators: Operators, model: StageModel
     ) -> MtpModel:
         """The layer, a shard of one layer, behind a `model` that `build` has made."""
-        ...
 
 
 class ModelFamily(Protocol):
@@ -121,12 +113,10 @@ class ModelFamily(Protocol):
     @property
     def ignored_weights(self) -> tuple[str, ...]:
         """Shell patterns of tensors in old checkpoints that carry no information."""
-        ...
 
     def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> StageModel:
         """The layers of the shard, with the embedding on the first stage and the head on the
         last."""
-        ...
 
 
 class ReadsFamily(Protocol):

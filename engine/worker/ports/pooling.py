@@ -25,12 +25,10 @@ class PoolingHead(Protocol):
     @property
     def size(self) -> int:
         """Numbers of a result."""
-        ...
 
     def build(self, weights: WeightSource, shape: ModelShape) -> Callable[[Tensor], Tensor]:
         """The head that maps a pooled hidden state `[1, hidden]` to `[1, size]`. Raises
         `StartupError`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

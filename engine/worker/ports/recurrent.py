@@ -16,16 +16,13 @@ class RecurrentShape(Protocol):
     @property
     def state_sizes(self) -> tuple[tuple[int, ...], ...]:
         """The sizes of the tensors of one request's state."""
-        ...
 
     @property
     def parts(self) -> tuple[int, str]:
         """How many equal parts it has of which ranks can have a share, and what they are."""
-        ...
 
     def of_rank(self, num_ranks: int) -> "RecurrentShape":
         """What one of so many ranks has of it."""
-        ...
 
 
 def num_elements(shape: RecurrentShape) -> int:
@@ -191,4 +188,3 @@ class Recurrence(Protocol):
         `state` has the tensors of `RecurrentShape.state_sizes` for all slots. The result of a row
         has the same bits whatever the other rows and the number of rows of its run are, if the
         device computes linears in this way."""
-        ...

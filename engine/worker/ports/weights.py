@@ -19,29 +19,23 @@ class QuantizedWeight(Protocol):
     @property
     def format(self) -> str:
         """The name of its `LinearFormat`."""
-        ...
 
     @property
     def shape(self) -> torch.Size:
         """`[out, in]`."""
-        ...
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """What it is stored as, by the suffix that each adds to the weight's name in a file."""
-        ...
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """The same weight with each of its tensors replaced, for example by a copy on a GPU."""
-        ...
 
     def rows(self, rows: slice) -> Self:
         """Some of its output rows."""
-        ...
 
     def dequantize(self) -> Tensor:
         """The same matrix in float32, exactly."""
-        ...
 
 
 Weight: TypeAlias = Tensor | QuantizedWeight  # a linear's weight, [out, in]
@@ -101,16 +95,13 @@ class LinearFormat(Protocol):
     @property
     def name(self) -> str:
         """The name in the setting `weights`."""
-        ...
 
     @property
     def bits(self) -> float:
         """Per matrix element, its share of the scales included."""
-        ...
 
     def convert(self, weight: Weight) -> Weight:
         """The weight in this format; a weight that already has it is returned unchanged."""
-        ...
 
 
 class PreferredFormat(NamedTuple):
@@ -194,22 +185,18 @@ class WeightSource(Protocol):
 
     def tensor(self, part: TensorSlice) -> Tensor:
         """The slice in the worker's dtype. Raises `StartupError` if missing or misshapen."""
-        ...
 
     def weight(self, part: TensorSlice) -> LinearWeight:
         """The slice of a linear's weight `[out, in]`, which may be quantized, or read later.
 
         Raises `StartupError` if missing or misshapen.
         """
-        ...
 
     def lookup(self, part: TensorSlice) -> Lookup:
         """Reads rows of a matrix, an embedding, by their indices.
 
         Raises `StartupError` if missing or misshapen.
         """
-        ...
 
     def skip(self, name: str) -> None:
         """Count a tensor as loaded that came from elsewhere, such as the packed cache."""
-        ...

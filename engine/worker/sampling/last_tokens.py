@@ -29,16 +29,13 @@ class SampledTokens(Protocol):
     @property
     def ids(self) -> Tensor | None:
         """int64 on the device; None if the step samples nothing, or only the host has them."""
-        ...
 
     @property
     def is_known(self) -> bool:
         """Whether the host has them."""
-        ...
 
     def known(self) -> Sequence[int]:
         """The tokens on the host; waits for their copy."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

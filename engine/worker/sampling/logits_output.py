@@ -46,7 +46,6 @@ class PendingOutput(SampledTokens, Protocol):
 
     def read(self) -> LogitsOutput:
         """The result; waits for its copies."""
-        ...
 
 
 class ReadsOutput(Protocol):
@@ -55,21 +54,17 @@ class ReadsOutput(Protocol):
     @property
     def reads_tokens(self) -> bool:
         """Whether it needs the output of requests on the host."""
-        ...
 
     def prepare(self, step: Step) -> MaskRequest:
         """Start computing the masks that `begin` will need; all tokens of the step are known."""
-        ...
 
     def has_collectives(self, layout: RaggedLayout) -> bool:
         """Whether the ranks wait for each other after the first rows of logits."""
-        ...
 
     def begin(
         self, step: Step, layout: RaggedLayout, hidden: Tensor, masks: MaskRequest
     ) -> PendingOutput:
         """`hidden` has the layout's sampled rows, then its scored or pooled rows."""
-        ...
 
 
 Head = Callable[[Tensor], Tensor | None]

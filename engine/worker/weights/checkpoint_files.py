@@ -33,22 +33,18 @@ class CheckpointFiles(Protocol):
     @property
     def preferred_format(self) -> PreferredFormat:
         """What linears are computed in when the setting `weights` is "auto"."""
-        ...
 
     @property
     def files(self) -> Sequence[Path]: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of an existing tensor; raises `StartupError` if its dtype is not supported."""
-        ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> Weight:
         """A slice of a tensor in its stored dtype or format; other pages are hardly touched."""
-        ...
 
     def drop_pages(self) -> None:
         """Release the file pages read so far from this process's memory."""
-        ...
 
 
 class SafetensorsHeader(Protocol):

@@ -30,33 +30,27 @@ class CpuLinears(Protocol):
     @property
     def description(self) -> str:
         """The format as reports show it: "int8 (14-bit activations)"."""
-        ...
 
     @property
     def kernels(self) -> tuple[Callable[..., None], ...]:
         """The kernels that its linears run."""
-        ...
 
     @property
     def packing_kernels(self) -> tuple[Callable[..., None], ...]:
         """The kernels that pack its weights."""
-        ...
 
     @property
     def kernel(self) -> Callable[..., None]:
         """The kernel of the linear itself, with `LinearOperands`."""
-        ...
 
     @property
     def inputs(self) -> "InputFormat | None":
         """The format of its inputs, None for float32."""
-        ...
 
     def pack(
         self, weights: Sequence[Weight], pages: WeightPages, pool: NativeThreadPool
     ) -> "PackedWeights":
         """Convert weights `[out, in]` to the format, stack them along out, and pack them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,17 +31,14 @@ class Kernels(Protocol):
     @property
     def has_norm(self) -> bool:
         """Whether `rms_norm` can be compiled here."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """Write the norm into `out`, which may be `x`; `[rows, hidden]`, or `[rows, heads, dim]`
         with strided rows."""
-        ...
 
     def gated(self, name: str) -> Callable[[Tensor, Tensor], None] | None:
         """`gate(x, out)` from `[rows, 2 * width]` to `[rows, width]`; None if there is no
         kernel."""
-        ...
 
 
 class FlashInferKernels:

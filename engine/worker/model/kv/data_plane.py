@@ -70,15 +70,12 @@ class TensorTransport(Protocol):
     @property
     def has_own_groups(self) -> bool:
         """Whether `group` makes process groups; otherwise Gloo's are used, as for headers."""
-        ...
 
     def group(self, store: Store, rank: int, size: int) -> Group:
         """A process group of `size` workers, which find each other in `store`."""
-        ...
 
     def computed(self) -> Callable[[], None] | None:
         """What waits, in any thread, for the work submitted so far; None if it is done."""
-        ...
 
     def receive(
         self, group: Group, header: Work, sizes: tuple[int, int], peer: int
@@ -87,7 +84,6 @@ class TensorTransport(Protocol):
 
         They follow the header, which has arrived when this returns.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

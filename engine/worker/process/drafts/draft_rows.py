@@ -31,13 +31,11 @@ class Drafter(Protocol):
     @property
     def reads_hidden(self) -> bool:
         """Whether it needs the hidden states of all rows, behind the model's last layer."""
-        ...
 
     def propose(
         self, step: Step, output: LogitsOutput, hidden: Tensor | None
     ) -> tuple[tuple[int, ...], ...]:
         """The proposals of each entry of `step` with a `ProposalSpec`. `output` has its tokens."""
-        ...
 
 
 class LoadedDrafter(Protocol):
@@ -49,14 +47,12 @@ class LoadedDrafter(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes of its weights, about."""
-        ...
 
     @property
     def num_parameters(self) -> int: ...
 
     def open(self, num_blocks: int) -> Drafter:
         """The drafter over a KV cache of so many blocks."""
-        ...
 
 
 def split_drafts(step: Step) -> Step:
