@@ -39,11 +39,6 @@ class Keys:
         """Whether no request needs a key."""
         return not self._keys
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all keys."""
-        return tuple(key.name for key in self._keys)
-
     def reload(self) -> None:
         """Read the file again; if it is invalid, the old keys stay in use. Both are logged."""
         try:
