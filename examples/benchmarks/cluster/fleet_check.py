@@ -41,8 +41,8 @@ from engine.research.fleet.simulation import FleetSetup, simulate_fleet
 from engine.simulated.replay import RecordedRequest, Recording, read_recording
 from engine.simulated.run import Setup
 from engine.simulated.trace import GREEDY
-from examples.benchmarks.cluster.routers import MODEL, free_port, replica, routed, wait_until_up
-from examples.benchmarks.peers.servers import Server, running
+from examples.benchmarks.cluster.routers import MODEL, free_port, replica, routed
+from examples.benchmarks.peers.servers import Server, running, wait_for_a_token
 
 POLICIES = {"cache_aware": "smg-cache-aware", "round_robin": "round-robin"}  # of smg, and ours
 SMG = (
@@ -96,7 +96,6 @@ async def send_all(url: str, rate: float) -> list[Sent]:
     """Send every request at its time."""
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(url, timeout=timeout) as session:
-        await wait_until_up(session)
         await asyncio.sleep(SETTLE_SECONDS)
         began = time.monotonic()
 
@@ -128,6 +127,7 @@ def measure(smg: str, policy: str, rate: float) -> tuple[list[Sent], list[Record
         with running(recorded(0, folder)) as one, running(recorded(1, folder)) as other:
             command = SMG.format(smg=smg, policy=policy, more=MORE.get(policy, ""))
             with routed(command, [one.url, other.url]) as url:
+                wait_for_a_token(url, MODEL)
                 sent = asyncio.run(send_all(url, rate))
         recordings = [read_recording(folder / f"{number}.jsonl") for number in range(2)]
     return sent, recordings

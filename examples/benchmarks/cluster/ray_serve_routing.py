@@ -24,8 +24,8 @@ from examples.benchmarks.cluster.routers import (
     chats,
     free_port,
     under_load,
-    wait_until_up,
 )
+from examples.benchmarks.peers.servers import wait_for_a_token
 from examples.ray_serve.app import build
 
 SETTINGS = {"model": "builtin", "served_model_name": MODEL, "threads": "1", "max_replicas": "2"}
@@ -66,7 +66,6 @@ async def cancel(session: aiohttp.ClientSession) -> float:
 async def measure(url: str) -> Result:
     timeout = aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(url, timeout=timeout) as session:
-        await wait_until_up(session)
         answered, share = await chats(session)
         seconds = await cancel(session)
         killed = await under_load(session, lambda: ray.kill(replicas()[0]))
@@ -86,7 +85,9 @@ def main() -> None:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     deploy(2)
-    result = asyncio.run(measure(f"http://127.0.0.1:{port}"))
+    url = f"http://127.0.0.1:{port}"
+    wait_for_a_token(url, MODEL)
+    result = asyncio.run(measure(url))
     print(result)
     arguments.out.write_text(json.dumps([asdict(result)], indent=1) + "\n")
     serve.shutdown()

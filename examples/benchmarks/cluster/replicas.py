@@ -26,7 +26,7 @@ import aiohttp
 
 from engine.cost.live import quantile
 from examples.benchmarks.cluster.routers import MODEL, free_port, routed
-from examples.benchmarks.peers.servers import Server, answer, running
+from examples.benchmarks.peers.servers import Server, running, wait_for_a_token
 from examples.benchmarks.written import write_files
 
 OUT = Path(__file__).parents[1] / "results" / "replicas"
@@ -85,21 +85,8 @@ def served(way: str, model: str, smg: str) -> Iterator[list[str]]:
         if policy := WAYS[way]:
             command = f"{SMG.format(smg=smg)} --policy {policy} --worker-urls {{workers}}"
             urls = [stack.enter_context(routed(command, urls))]
-            _wait(urls[0])
+            wait_for_a_token(urls[0], MODEL)
         yield urls
-
-
-def _wait(url: str) -> None:
-    until = time.monotonic() + 60.0
-    while True:
-        try:
-            answer(url, MODEL, "hi", 1)
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.2)
-        else:
-            return
 
 
 async def ask(session: aiohttp.ClientSession, url: str, prompt: str, seen: Seen) -> None:

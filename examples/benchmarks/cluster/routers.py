@@ -34,11 +34,10 @@ from typing import Any
 
 import aiohttp
 
-from examples.benchmarks.peers.servers import Server, Up, running
+from examples.benchmarks.peers.servers import Server, Up, running, wait_for_a_token
 
 SESSIONS, MESSAGES = 24, 4
 SYSTEM_WORDS = 120  # of each session's own system prompt
-UP_SECONDS = 60.0
 LOAD_SECONDS = 12.0
 SETTLED_SECONDS = 5.0
 MODEL = "m"
@@ -99,16 +98,6 @@ async def chat(
         response.raise_for_status()
         found: dict[str, Any] = await response.json()
         return found
-
-
-async def wait_until_up(session: aiohttp.ClientSession) -> None:
-    deadline = time.monotonic() + UP_SECONDS
-    while time.monotonic() < deadline:
-        with suppress(aiohttp.ClientError, TimeoutError):
-            await chat(session, [{"role": "user", "content": "hi"}], 1)
-            return
-        await asyncio.sleep(0.2)
-    raise SystemExit(f"the router did not answer in {UP_SECONDS:.0f} s")
 
 
 async def chats(session: aiohttp.ClientSession) -> tuple[int, float]:
@@ -219,9 +208,9 @@ async def with_router(
     with running(replica(free_port())) as one, running(replica(free_port())) as other:
         workers = [one, other]
         with routed(command, [worker.url for worker in workers]) as url:
+            wait_for_a_token(url, MODEL)
             timeout = aiohttp.ClientTimeout(total=60)
             async with aiohttp.ClientSession(url, timeout=timeout) as session:
-                await wait_until_up(session)
                 await use(session, workers)
 
 

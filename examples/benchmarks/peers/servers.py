@@ -45,12 +45,22 @@ class Up:
         return [self.process, *self.process.children(recursive=True)]
 
     def pss_mib(self) -> int:
-        """The PSS of its processes in MiB: a shared page counts once."""
-        return sum(one.memory_full_info().pss for one in self.tree()) >> 20
+        return int(pss_mib(self.process))
 
     def cpu_seconds(self) -> float:
-        times = [one.cpu_times() for one in self.tree()]
-        return sum(one.user + one.system for one in times)
+        return cpu_seconds(self.process)
+
+
+def pss_mib(process: psutil.Process) -> float:
+    """The PSS of a server and its workers in MiB: a shared page counts once."""
+    tree = [process, *process.children(recursive=True)]
+    return sum(one.memory_full_info().pss for one in tree) / (1 << 20)
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """CPU seconds so far of a server and its workers."""
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
 
 
 def read_servers(tables: Mapping[str, Any]) -> list[Server]:
@@ -82,7 +92,7 @@ def running(server: Server) -> Iterator[Up]:
     )
     url = f"http://127.0.0.1:{server.port}"
     try:
-        _wait_for_a_token(process, url, server.model)
+        wait_for_a_token(url, server.model, process)
         yield Up(process, url, server.model, time.monotonic() - began)
     finally:
         if process.poll() is None:
@@ -109,14 +119,16 @@ def answer(url: str, model: str, prompt: str | list[int], max_tokens: int) -> by
     return content
 
 
-def _wait_for_a_token(process: psutil.Popen, url: str, model: str) -> None:
+def wait_for_a_token(url: str, model: str, process: psutil.Popen | None = None) -> None:
+    """Return when the server answers a request; raises `SystemExit` if its process ends before, or
+    if that takes too long."""
     until = time.monotonic() + UP_SECONDS
     while time.monotonic() < until:
-        if process.poll() is not None:
+        if process is not None and process.poll() is not None:
             raise SystemExit(f"{process.args} ended with {process.returncode}")
         try:
             answer(url, model, "hi", 1)
             return
         except OSError:  # not listening, or loading
             time.sleep(POLL_SECONDS)
-    raise SystemExit(f"{process.args} did not come up in {UP_SECONDS:.0f} s")
+    raise SystemExit(f"{url} did not come up in {UP_SECONDS:.0f} s")

@@ -8,12 +8,9 @@ The chat has a system prompt of `WORDS` words; every server gets a warm-up reque
 import argparse
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -21,7 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from examples.benchmarks.cluster.routers import free_port
+from examples.benchmarks.server.served import serving
 
 WORDS, ROUNDS = 1200, 3
 
@@ -39,16 +36,9 @@ class Server:
     """`podway serve` with these flags, ready for requests."""
 
     def __init__(self, model: str, *flags: str) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        common = ("--port", str(port), "--served-model-name", "m", "--store", "memory")
-        command = [sys.executable, "-m", "gateway", "serve", model, *common, *flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        while True:
-            with suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/ready").status_code == 200:
-                    break
-            time.sleep(0.1)
+        self._running = ExitStack()
+        common = (model, "--served-model-name", "m", "--store", "memory")
+        self.process, self.url = self._running.enter_context(serving([*common, *flags]))
         self.ask("warm up " * 20)
 
     def ask(self, *words: str) -> tuple[float, int]:
@@ -76,8 +66,7 @@ class Server:
         return Reply(first, usage["prompt_tokens"], cached, ids)
 
     def end(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
+        self._running.close()
 
 
 def one_round(model: str, number: int, folder: Path) -> dict[str, Any]:

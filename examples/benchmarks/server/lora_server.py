@@ -25,10 +25,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import aiohttp
-import psutil
 
 from adapters.models.named_shapes import SHAPES
 from examples.benchmarks.layers.lora import NUM_LORAS, make_lora
+from examples.benchmarks.peers.servers import cpu_seconds
 from examples.benchmarks.server.disk_tier import Server
 from examples.benchmarks.server.start_time import cpu_name
 from examples.benchmarks.written import write_files
@@ -49,6 +49,9 @@ class Load(NamedTuple):
 
     targets: Sequence[Target]
     servers: Sequence[Server]
+
+    def cpu_seconds(self) -> float:
+        return sum(cpu_seconds(server.process) for server in self.servers)
 
 
 class Figures(NamedTuple):
@@ -91,13 +94,6 @@ def sizes_of(shape: str) -> dict[str, tuple[int, int]]:
     return {f"model.layers.{n}.{name}": size for n in layers for name, size in linears.items()}
 
 
-def cpu_seconds(servers: Sequence[Server]) -> float:
-    """CPU seconds so far of these servers and their workers."""
-    found = [psutil.Process(server.process.pid) for server in servers]
-    found += [child for process in found for child in process.children(recursive=True)]
-    return float(sum(sum(each.cpu_times()[:2]) for each in found))
-
-
 async def stream(
     session: aiohttp.ClientSession, target: Target, body: dict[str, Any]
 ) -> list[float]:
@@ -114,12 +110,12 @@ async def stream(
 
 async def run(load: Load, options: argparse.Namespace, seed: int) -> Figures:
     random = Random(seed)
-    began, before = time.perf_counter(), cpu_seconds(load.servers)
+    began, before = time.perf_counter(), load.cpu_seconds()
     async with aiohttp.ClientSession() as session:
         found = await asyncio.gather(
             *(stream(session, target, body_of(options, random)) for target in load.targets)
         )
-    seconds, used = time.perf_counter() - began, cpu_seconds(load.servers) - before
+    seconds, used = time.perf_counter() - began, load.cpu_seconds() - before
     tokens = sum(map(len, found))
     gaps = [later - earlier for times in found for earlier, later in pairwise(times)]
     ttft = median(times[0] - began for times in found)

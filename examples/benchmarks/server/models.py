@@ -24,8 +24,7 @@ from statistics import median
 from typing import Any
 from urllib.error import HTTPError
 
-import psutil
-
+from examples.benchmarks.peers.servers import cpu_seconds, pss_mib
 from examples.benchmarks.server.served import serving
 from examples.benchmarks.written import write_files
 
@@ -34,17 +33,6 @@ TABLE = re.compile(r"^\[models\.(\w+)\]\n((?:[^\[\n].*\n|\n)*)", re.M)
 WORDS = " ".join(map(str, range(40)))
 POLL_SECONDS = 0.02
 Figures = dict[str, Any]
-
-
-def pss_mib(process: psutil.Process) -> float:
-    """The PSS of a server and its workers: a page that several have mapped counts once."""
-    tree = [process, *process.children(recursive=True)]
-    return round(sum(one.memory_full_info().pss for one in tree) / (1 << 20), 1)
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
 
 
 def post(url: str, path: str, body: Figures) -> float:
@@ -82,13 +70,13 @@ def unload(url: str, name: str) -> None:
 def together(config: Path, names: list[str], wakes: int) -> Figures:
     """One server of all models."""
     with serving(["--config", str(config), "--store", "memory"]) as (process, url):
-        found: Figures = {"nothing loaded yet": pss_mib(process)}
+        found: Figures = {"nothing loaded yet": round(pss_mib(process), 1)}
         for name in names:
             use(url, name)
-            found[f"with {name}"] = pss_mib(process)
+            found[f"with {name}"] = round(pss_mib(process), 1)
         for name in names:
             unload(url, name)
-        found["everything unloaded"] = pss_mib(process)
+        found["everything unloaded"] = round(pss_mib(process), 1)
         woken = []
         for _ in range(wakes):
             used = cpu_seconds(process)
@@ -113,7 +101,7 @@ def measure(text: str, wakes: int) -> Figures:
             config.write_text(re.sub(r"^memory = .*\n", "", common, flags=re.M) + match[0])
             with serving(["--config", str(config), "--store", "memory"]) as (process, url):
                 use(url, match[1])
-                alone[match[1]] = pss_mib(process)
+                alone[match[1]] = round(pss_mib(process), 1)
     return found | {"alone_pss_mib": alone}
 
 

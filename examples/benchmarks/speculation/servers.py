@@ -39,7 +39,6 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 import uvloop
 
 from adapters.models.random_checkpoint import random_checkpoint
@@ -129,8 +128,7 @@ def text_of(response: bytes) -> tuple[str, int]:
 
 def cpu_seconds(server: Server) -> float:
     """CPU seconds so far of the threads of the server and its workers."""
-    process = psutil.Process(server.process.pid)
-    pids = [process.pid, *(child.pid for child in process.children(recursive=True))]
+    pids = [each.pid for each in (server.process, *server.process.children(recursive=True))]
     files = [file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return 1e-9 * sum(int(file.read_text().split()[0]) for file in files)
 
