@@ -6,13 +6,15 @@
 Servers that differ only in the bound are up together: a factor (`--prefill-slowdown`) relative to
 the decodes, or an absolute gap (`--itl-goal`). In each round one after the other serves 32 streams
 of 128 tokens in and 64 out, a new one for each that ends, and then one long prompt beside streams
-that decode (`prefill_slowdown`). Writes prompt_bounds.json and prompt_bounds.md to OUT.
+that decode. Writes prompt_bounds.json and prompt_bounds.md to OUT.
 """
 
 import argparse
+import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,12 +22,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import aiohttp
 import uvloop
 
 from examples.benchmarks.attacks.__main__ import LOAD_BEFORE, machine
-from examples.benchmarks.attacks.report import table_head
-from examples.benchmarks.server.prefill_slowdown import measure
-from examples.benchmarks.server.served import serving
+from examples.benchmarks.attacks.honest import HonestStreams
+from examples.benchmarks.attacks.report import quantiles, table_head
+from examples.benchmarks.server.served import serving, until_idle
 from examples.benchmarks.written import write_files
 
 BOUNDS = (
@@ -36,6 +39,7 @@ BOUNDS = (
     "--itl-goal 100ms",
     "--prefill-slowdown 0",
 )
+SETTLE_SECONDS = 1.0
 NOTES = """\
 The many streams are one client's, the 16 streams and the long prompt are clients of their own. A
 client that is alone has twice the factor of `--prefill-slowdown`, up to 0.1 s between two tokens.
@@ -65,6 +69,30 @@ def closed_loop(
     ttft, itl = seen["quantiles"]["ttft"], seen["quantiles"]["itl"]
     rate = seen["output_tokens_per_second"]
     return {"rate": rate, "ttft": ttft[50], "itl_p50": itl[50], "itl_p99": itl[99]}
+
+
+async def beside_streams(url: str, number: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """One prompt beside half as many streams that decode: its seconds, their ITL meanwhile, and all
+    tokens of both per second."""
+    prompt = [300 + (7 * at + number) % 1000 for at in range(arguments.tokens)]
+    body = {"model": "m", "prompt": prompt, "max_tokens": 1}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        streams = HonestStreams(url, "m")
+        tasks = [asyncio.create_task(streams.stream(n)) for n in range(arguments.streams // 2)]
+        await asyncio.sleep(SETTLE_SECONDS)
+        started = time.perf_counter()
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            await response.read()
+        ended = time.perf_counter()
+        gaps = streams.between(started, ended)
+        streams.is_over = True
+        await asyncio.gather(*tasks)
+        await until_idle(session, url)
+    assert not streams.failures, streams.failures
+    seconds = ended - started
+    rate = (arguments.tokens + len(gaps)) / seconds
+    return {"seconds": round(seconds, 3), "rate": round(rate, 1), **quantiles(gaps)}
 
 
 def row(bound: str, rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> str:
@@ -114,7 +142,6 @@ def main() -> None:
     parser.add_argument("--bounds", nargs="+", default=BOUNDS)
     arguments = parser.parse_args()
     bounds: dict[str, list[dict[str, Any]]] = {bound: [] for bound in arguments.bounds}
-    beside = argparse.Namespace(tokens=arguments.tokens, streams=arguments.streams // 2, model="m")
     flags = [arguments.model, "--weights", arguments.weights, "--served-model-name", "m"]
     flags += ["--store", "memory", "--kv-memory", "1GiB", "--max-batch-size", "64"]
     with TemporaryDirectory() as folder, ExitStack() as stack:
@@ -124,7 +151,7 @@ def main() -> None:
         for number in range(arguments.rounds):
             for bound, rounds in bounds.items():
                 alone = closed_loop(urls[bound], number, arguments, Path(folder))
-                prompt = uvloop.run(measure(urls[bound], number, beside))
+                prompt = uvloop.run(beside_streams(urls[bound], number, arguments))
                 rounds.append({"streams": alone, "prompt": prompt})
     found = {
         "machine": machine(),

@@ -51,15 +51,6 @@ def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
     assert "| another |" in page
 
 
-def test_prompts_are_measured_with_and_without_a_bound(tmp_path: Path) -> None:
-    load = ("--rounds", "1", "--streams", "2", "--tokens", "600", "--factors", "0", "2")
-    shown = run_here("benchmarks.server.prefill_slowdown", *load, "--out", tmp_path)
-    assert "| 0 | " in shown
-    assert "(1.00 x)" in shown
-    found = json.loads((tmp_path / "prefill_slowdown.json").read_text())["factors"]
-    assert [len(rounds) for rounds in found.values()] == [1, 1]
-
-
 def test_bounds_on_prompts_are_compared(tmp_path: Path) -> None:
     bounds = ("--prefill-slowdown 2", "--itl-goal 100ms")
     load = ("--rounds", "1", "--streams", "2", "--requests", "2", "--tokens", "600")

@@ -18,7 +18,6 @@ from engine.worker.model.kv.kv_tensors import bytes_per_block
 from engine.worker.ports.shapes import ModelShape
 from examples.benchmarks.attacks import memory, report
 from examples.benchmarks.layers.encoder_batches import gain
-from examples.benchmarks.server import prefill_slowdown
 from tests.examples.benchmarks.peer_claims import beside_others, beside_peers, with_recurrent_layers
 from tests.examples.benchmarks.published import RESULTS, plain, read
 from tests.examples.benchmarks.scheduling_claims import (
@@ -180,11 +179,6 @@ def attacks() -> list[str]:
     return [plain(each) for each in rows]
 
 
-def prompts_beside_streams() -> list[str]:
-    found = read("attacks/prefill_slowdown.json")["factors"]
-    return [plain(row) for row in prefill_slowdown.rows(found)]
-
-
 def memory_under_attack() -> list[str]:
     return [plain(row) for row in memory.rows(read("attacks/memory.json"))]
 
@@ -258,7 +252,6 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (ROOT / "engine" / "README.md", linear_formats),
     (ROOT / "adapters" / "models" / "README.md", quality_of_gguf_files),
     (RESULTS / "attacks" / "README.md", attacks),
-    (RESULTS / "attacks" / "README.md", prompts_beside_streams),
     (RESULTS / "attacks" / "README.md", memory_under_attack),
     (RESULTS / "attacks" / "README.md", fuzzed),
     (RESULTS / "survival" / "README.md", kills),
@@ -303,10 +296,8 @@ def test_a_page_states_no_other_number(page: Path) -> None:
 
 def test_measurements_of_attacks_replace_the_rows_of_their_own_tables() -> None:
     page = (RESULTS / "attacks" / "README.md").read_text()
-    factors = prefill_slowdown.rows(read("attacks/prefill_slowdown.json")["factors"])
     series = memory.rows(read("attacks/memory.json"))
     assert report.write_table(page, read("attacks/attacks.json")["attacks"]) == page
-    assert report.replace_rows(page, prefill_slowdown.COLUMNS, factors) == page
     assert report.replace_rows(page, memory.COLUMNS, series) == page
     other = report.replace_rows(page, memory.COLUMNS, ["| x | 1 | 2 | 3 |"])
     assert len(other.splitlines()) == len(page.splitlines()) - len(series) + 1
