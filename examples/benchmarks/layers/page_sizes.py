@@ -25,7 +25,7 @@ from engine.worker.cpu.build import KERNEL
 from engine.worker.cpu.kernels.limits import ReadOperands, make_read_kernel
 from engine.worker.cpu.limits import CHUNK_BYTES, seconds_of
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from examples.benchmarks.layers.decode_step import realtime
+from examples.benchmarks.layers.thread_counts import realtime
 from examples.benchmarks.server.start_time import cpu_name
 
 NUM_BYTES, WINDOW_BYTES = 512 << 20, 128 << 20  # of each kind of memory, and of one measurement

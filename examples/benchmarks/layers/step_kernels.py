@@ -12,16 +12,25 @@ one and known before it begins, as in a server. Writes step_kernels.json and ste
 import argparse
 import os
 import time
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.step import Step
+from engine.step import (
+    NO_STATE,
+    RequestId,
+    SampleSpec,
+    SamplingParams,
+    StateSlots,
+    Step,
+    StepEntry,
+    StepId,
+)
 from engine.worker.cpu.limits import PlainReads, measure_peaks
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WEIGHT_BYTES, Kernels, KVSettings, WorkerSettings
-from examples.benchmarks.layers.decode_step import CONTEXT, learned
 from examples.benchmarks.layers.kernel_times import Call, KernelTimer
 from examples.benchmarks.server.start_time import cpu_name
 from examples.benchmarks.written import write_files
@@ -34,6 +43,8 @@ from gateway.commands.offline_bench.roofline import (
 )
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
+CONTEXT = 160  # tokens of each request of a decode
+GREEDY = SampleSpec(SamplingParams(temperature=0.0))
 # Operations of a scan for each number of a state and token: its decay, the change, the output.
 SCANS = {"delta rule": 7, "mamba scan": 5}
 STEPS = {  # by name: requests, tokens of each, context of each
@@ -144,8 +155,24 @@ class KnownSteps:
         return Turn(seconds, calls, cached)
 
     def _learn(self, work: Work) -> Step:
+        """A step that the worker prepares now and runs later."""
+        report, start = self.worker.report, work.context - work.num_tokens
+        each = -(-work.context // report.block_size)
+        entries = tuple(
+            StepEntry(
+                RequestId(at),
+                start,
+                tuple(range(7, 7 + work.num_tokens)),
+                array("i", range(at * each, (at + 1) * each)).tobytes(),
+                GREEDY,
+                state=StateSlots(at, at if start else NO_STATE) if report.num_states else None,
+            )
+            for at in range(work.num_requests)
+        )
         self._number += 1
-        return learned(self.worker, self._number, work)
+        step = Step(StepId(self._number), entries)
+        self.worker.learn(step)
+        return step
 
 
 def measure(steps: KnownSteps, work: Work, reads: PlainReads, seconds: float) -> dict[str, Any]:

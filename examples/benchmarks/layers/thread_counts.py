@@ -14,15 +14,15 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from engine.worker.process.worker import Worker
 from engine.worker_settings import Kernels, KVSettings, WorkerSettings
-from examples.benchmarks.layers.decode_step import FORMATS, realtime
-from examples.benchmarks.layers.step_kernels import STEPS, KnownSteps
+from examples.benchmarks.layers.step_kernels import FORMATS, STEPS, KnownSteps
 from examples.benchmarks.server.start_time import cpu_name
 from examples.benchmarks.written import write_files
 from gateway.commands.offline_bench.command import open_shape
@@ -91,6 +91,23 @@ def measure(workers: Mapping[int, KnownSteps], work: Work, seconds: float) -> di
             times[threads].append(steps.plain(work))
     fastest = {str(threads): round(1e3 * min(each[1:]), 3) for threads, each in times.items()}
     return {"repeats": len(times[min(times)]) - 1, "milliseconds": fastest}
+
+
+@contextmanager
+def realtime(is_on: bool) -> Iterator[None]:
+    """All threads of this process run before those of other processes."""
+    try:
+        if is_on:
+            _schedule(os.SCHED_RR, 1)
+        yield
+    finally:
+        if is_on:
+            _schedule(os.SCHED_OTHER, 0)
+
+
+def _schedule(policy: int, priority: int) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
 
 
 def page(figures: Mapping[str, Any]) -> str:

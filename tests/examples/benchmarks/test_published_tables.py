@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from examples.benchmarks.layers import decode_step, fractions, step_kernels
+from examples.benchmarks.layers import fractions, step_kernels
 from examples.benchmarks.peers import tables
 from examples.benchmarks.peers.loads import read_loads
 from examples.benchmarks.server import itl_goal, lone_stream
@@ -303,10 +303,10 @@ def test_fractions_name_the_limit_of_each_step() -> None:
     assert "| int8 | 41.3 | 41.3 |" in page
 
 
-# Where the time of a decode step goes
+# Where the time of a step goes
 
 
-@pytest.mark.parametrize("module", [decode_step, step_kernels, lone_stream])
+@pytest.mark.parametrize("module", [step_kernels, lone_stream])
 def test_each_page_about_steps_is_that_of_its_run(module: ModuleType) -> None:
     name = module.__name__.rpartition(".")[2]
     paths = list((RESULTS / "offline").glob(f"*/{name}.json"))
@@ -316,17 +316,8 @@ def test_each_page_about_steps_is_that_of_its_run(module: ModuleType) -> None:
         assert path.with_suffix(".md").read_text() == page
 
 
-def test_the_note_on_decode_steps_is_that_of_its_runs() -> None:
+def test_the_note_on_steps_is_that_of_its_runs() -> None:
     page = plain((RESULTS / "offline" / "README.md").read_text())
-    rows = read("offline/m500_avx512/decode_step.json")["rows"]
-    lone = next(row for row in rows if (row["format"], row["rows"]) == ("int8", 1))
-    assert f"takes {lone['step']:.1f} ms in int8" in page
-    assert f"plain reads {100 * decode_step.share(lone):.0f} % of it" in page
-    assert f"Python and sampling {lone['python']:.1f} ms" in page
-    assert f"the head {lone['head'] - lone['read_head']:.1f} ms more" in page
-    assert f"the linears {lone['linears'] - lone['read_layers']:.1f} ms more" in page
-    assert f"the other kernels {lone['other']:.1f} ms" in page
-    assert f"calls alone {lone['empty']:.1f} ms" in page
     rates = read("offline/m500_avx512/page_sizes.json")["rates"]
     small, huge = rates["anonymous"]["median"], rates["anonymous, huge"]["median"]
     assert f"{small:.1f} GB/s in pages of 4 KiB and {huge:.1f} in huge pages" in page

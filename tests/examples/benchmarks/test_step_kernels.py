@@ -5,9 +5,22 @@ import pytest
 
 from adapters.models.checkpoint import read_config
 from engine.worker.cpu.limits import PlainReads
-from examples.benchmarks.layers import decode_step, step_kernels
+from engine.worker.process.worker import Worker
+from engine.worker_settings import Kernels, KVSettings, WorkerSettings
+from examples.benchmarks.layers import step_kernels
 from gateway.commands.offline_bench.roofline import WeightSizes, Work
 from tests.models.checkpoints import make_checkpoint
+
+
+def load(directory: Path) -> Worker:
+    settings = WorkerSettings(
+        model=str(directory),
+        max_batch_size=2,
+        max_batch_tokens=64,
+        kernels=Kernels(weights="int8"),
+        kv=KVSettings(kv_slots=640),
+    )
+    return Worker.load(settings, lambda what, done, total: None)
 
 
 def test_kernels_of_decodes_and_prompts_are_timed(tmp_path: Path, reads: PlainReads) -> None:
@@ -16,7 +29,7 @@ def test_kernels_of_decodes_and_prompts_are_timed(tmp_path: Path, reads: PlainRe
     directory = make_checkpoint(tmp_path, max_position_embeddings=256, **widths)
     config = read_config(directory)
     sizes = WeightSizes.of(config)
-    steps = step_kernels.KnownSteps(decode_step.load(str(directory), "int8", 2), sizes)
+    steps = step_kernels.KnownSteps(load(directory), sizes)
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     for work in (Work(2, 1, 160), Work(1, 40, 40)):
         found = step_kernels.measure(steps, work, reads, 0.0)
@@ -41,7 +54,7 @@ def test_kernels_of_recurrent_layers_are_timed(
 ) -> None:
     directory = make_checkpoint(tmp_path, variant, max_position_embeddings=256)
     sizes = WeightSizes.of(read_config(directory))
-    steps = step_kernels.KnownSteps(decode_step.load(str(directory), "int8", 2), sizes)
+    steps = step_kernels.KnownSteps(load(directory), sizes)
     for work in (Work(2, 1, 160), Work(1, 40, 40)):
         found = step_kernels.measure(steps, work, reads, 0.0)
         kernels = {each["name"]: each for each in found["kernels"]}
