@@ -6,11 +6,7 @@ from typing import Protocol
 from engine.lora import LoraReport, LoraSpec
 from engine.step import Step, StepResult
 
-
-class Clock(Protocol):
-    """Seconds from a fixed origin; never goes back."""
-
-    def __call__(self) -> float: ...
+Clock = Callable[[], float]  # seconds from a fixed origin; never goes back
 
 
 class StepFuture(Protocol):

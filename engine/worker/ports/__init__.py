@@ -29,7 +29,6 @@ from engine.worker.ports.model import (
     BuildsMtp,
     ModelFamily,
     MtpModel,
-    ReadsFamily,
     StageModel,
     StepContext,
 )

@@ -4,7 +4,6 @@ One worker holds one stage (a run of layers). Everything but attention works on
 `[tokens, hidden]`, with the tokens of all requests of the step one after the other.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -117,9 +116,3 @@ class ModelFamily(Protocol):
     def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> StageModel:
         """The layers of the shard, with the embedding on the first stage and the head on the
         last."""
-
-
-class ReadsFamily(Protocol):
-    """A class in the table of `adapters.models`."""
-
-    def __call__(self, config: Mapping[str, object]) -> ModelFamily: ...

@@ -35,7 +35,6 @@ from engine.worker.ports import (
     PoolingConfig,
     PoolingMethod,
     PreferredFormat,
-    ReadsFamily,
     Shard,
     StageModel,
     WeightSource,
@@ -177,7 +176,7 @@ class Checkpoint:
         config = read_config(directory, encoder)
         name = check_architecture(config)
         reads = load_from_table("adapters.models:FAMILIES", "architecture", name)
-        family = cast(ReadsFamily, reads)(config)
+        family = cast(Callable[[Mapping[str, object]], ModelFamily], reads)(config)
         is_random = config.get("random_weights") is True
         files = None if is_random else _open_files(directory, encoder, config)
         pooling = read_pooling(directory, config, name, task)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -87,10 +86,8 @@ class SortedRows:
         return RowBlocks(torch.stack((own, first, self.ends[own]), dim=1).to(torch.int32), experts)
 
 
-class ProductOfExperts(Protocol):
-    """A linear of all experts over rows sorted by expert: `[rows, in] -> [rows, out]`."""
-
-    def __call__(self, x: Tensor, rows: SortedRows) -> Tensor: ...
+# A linear of all experts over rows sorted by expert: `[rows, in] -> [rows, out]`.
+ProductOfExperts = Callable[[Tensor, SortedRows], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
