@@ -87,7 +87,6 @@ class DividedLaunch:
         self._first = library.on_device(size + 1, torch.int32)
 
     def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
-        """Plan one step; `indices` are the requests' pages, int32 on the device."""
         parts = Parts.of(tables, self._geometry.page_size)
         self._library.copy(self._rows, arena.put(parts.rows))
         self._library.copy(self._first, arena.put(parts.first))
@@ -96,7 +95,6 @@ class DividedLaunch:
     def run(
         self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Sinks | None = None
     ) -> None:
-        """Attention of one layer into `out`."""
         repeated = q.index_select(0, self._rows)
         found = torch.empty_like(repeated)
         sums = torch.empty(repeated.shape[:2], dtype=torch.float32, device=q.device)
@@ -105,5 +103,4 @@ class DividedLaunch:
         self._merge(found, sums, self._first, out, scores)
 
     def baked(self, library: Library) -> tuple[int, ...]:
-        """The last plan's values that a graph contains as constants."""
         return self._launch.baked(library)

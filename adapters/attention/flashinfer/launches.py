@@ -148,7 +148,6 @@ class MixedLaunch:
         self._disables_splits = disables_splits or geometry.spec.is_batch_invariant
 
     def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
-        """Plan one step; `indices` are the requests' pages, int32 on the device."""
         geometry = self._geometry
         if self._size:
             tables = tables.widened(self._size)
@@ -172,11 +171,9 @@ class MixedLaunch:
     def run(
         self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Sinks | None = None
     ) -> None:
-        """Attention of one layer into `out`."""
         self._geometry.attend(self._wrapper, q, pages, out, sinks)
 
     def baked(self, library: Library) -> tuple[int, ...]:
-        """The last plan's values that a graph contains as constants."""
         return library.baked(self._wrapper)
 
 
@@ -199,7 +196,6 @@ class CapturedLaunch:
         self._staged = staged
 
     def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
-        """Plan one step; `indices` are the requests' pages, int32 on the device."""
         geometry = self._geometry
         self._staged.synchronize()
         self.wrapper.plan(
@@ -217,11 +213,9 @@ class CapturedLaunch:
     def run(
         self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Sinks | None = None
     ) -> None:
-        """Attention of one layer into `out`."""
         self._geometry.attend(self.wrapper, q, pages, out, sinks)
 
     def baked(self, library: Library) -> tuple[int, ...]:
-        """The last plan's values that a graph contains as constants."""
         return library.baked(self.wrapper)
 
 

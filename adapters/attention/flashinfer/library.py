@@ -58,12 +58,10 @@ class FlashInfer:
 
     @property
     def num_processors(self) -> int:
-        """The number of streaming multiprocessors."""
         return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The compute capability."""
         return torch.cuda.get_device_capability(self._device)
 
     @property
@@ -88,19 +86,15 @@ class FlashInfer:
         return torch.zeros(size, dtype=dtype, device=self._device)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Uninitialised page-locked host memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """An asynchronous copy in the current stream."""
         target.copy_(source, non_blocking=True)
 
     def fill(self, target: Tensor, value: int) -> None:
-        """Set all elements in the current stream."""
         target.fill_(value)
 
     def scatter(self, target: Tensor, places: Tensor, values: Tensor) -> None:
-        """An indexed copy in the current stream."""
         target.index_copy_(0, places, values)
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -108,11 +102,9 @@ class FlashInfer:
         return CudaStreams(self._device).seconds(work)
 
     def synchronize(self) -> None:
-        """Wait for all work on the GPU."""
         torch.cuda.synchronize(self._device)
 
     def event(self) -> DeviceEvent:
-        """A new CUDA event."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call] # the stubs lack it
 
     def mixed(self, workspace: Tensor, buffers: CapturedBuffers | None = None) -> MixedWrapper:
@@ -150,7 +142,6 @@ class FlashInfer:
         return cast(PackedDecode, partial(self._packed, workspace_buffer=workspace))
 
     def baked(self, wrapper: RunsPaged) -> tuple[int, ...]:
-        """The last plan's values that a graph contains as constants."""
         return tuple(int(each) for each in wrapper._plan_info)  # type: ignore[attr-defined]
 
     def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite:

@@ -82,7 +82,6 @@ class WidthNorm:
     norm: Norm
 
     def apply_(self, heads: Tensor) -> None:
-        """Rotate `[tokens, heads, dim]` in place."""
         tokens, count, dim = heads.shape
         self.norm.apply_(heads.view(tokens, 1, count * dim))
 
@@ -102,7 +101,6 @@ class SplitWidthNorm:
     all_reduce: AllReduce
 
     def apply_(self, heads: Tensor) -> None:
-        """Rotate `[tokens, heads, dim]` in place."""
         squares = heads.float().square().sum(dim=(1, 2)) * self.share
         self.all_reduce(squares)
         factor = torch.rsqrt(squares / self.size + self.eps)[:, None, None]
@@ -114,7 +112,7 @@ class HeadNorm(Protocol):
     """A norm of q or k before RoPE."""
 
     def apply_(self, heads: Tensor) -> None:
-        """Rotate `[tokens, heads, dim]` in place."""
+        """Normalize `[tokens, heads, dim]` in place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class Norm(Protocol):
         """A new tensor `[tokens, hidden]`, or `add_to` with the result added in place."""
 
     def apply_(self, heads: Tensor) -> None:
-        """Rotate `[tokens, heads, dim]` in place; heads are adjacent, tokens may be strided."""
+        """Normalize `[tokens, heads, dim]` in place; heads are adjacent, tokens may be strided."""
 
 
 class Argmax(NamedTuple):
