@@ -56,7 +56,8 @@ class Linger:
 
         def close() -> None:
             ended = find()
-            if ended is not None and ended.response_complete and self._arrival.is_in_body:
+            has_ended = ended is not None and ended.response_complete
+            if has_ended and not self._transport.is_closing() and self._arrival.is_in_body:
                 self.begin()
             else:
                 self._transport.close()

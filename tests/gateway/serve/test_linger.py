@@ -117,6 +117,22 @@ async def test_a_connection_is_closed_once_the_body_that_is_thrown_away_is_over(
 
 
 @in_virtual_time
+async def test_an_app_that_fails_behind_its_response_finds_a_lost_connection() -> None:
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        await refuses(scope, receive, send)
+        await asyncio.sleep(1)
+        raise RuntimeError("after the response")
+
+    connection, peer = connect(app=fails)
+    connection.data_received(GET)
+    (running,) = connection.tasks
+    await asyncio.sleep(0)
+    peer.abort()
+    connection.connection_lost(None)
+    await running
+
+
+@in_virtual_time
 async def test_what_is_thrown_away_is_bounded_for_a_connection() -> None:
     connection, peer = connect(app=refuses)
     connection.data_received(HEAD)
