@@ -117,6 +117,9 @@ class Connection(HttpToolsProtocol):
         self._release()
 
     def on_response_complete(self) -> None:
+        if self._linger.has_begun and self.pipeline:  # nothing is written behind this response
+            self.pipeline.clear()
+            self.cycle = self._running  # type: ignore[assignment] # as above
         super().on_response_complete()
         if self._linger.has_begun:
             self._unset_keepalive_if_required()

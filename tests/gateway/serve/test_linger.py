@@ -117,6 +117,26 @@ async def test_a_connection_is_closed_once_the_body_that_is_thrown_away_is_over(
 
 
 @in_virtual_time
+async def test_a_request_behind_the_last_response_is_not_served() -> None:
+    paths = []
+
+    async def ends(scope: Any, receive: Any, send: Any) -> None:
+        paths.append(scope["path"])
+        await asyncio.sleep(1)
+        headers = [(b"content-length", b"2"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    connection, peer = connect(app=ends)
+    connection.data_received(GET + HEAD)
+    await asyncio.sleep(3)
+    assert paths == ["/"]
+    assert peer.written.count(b"HTTP/1.1 ") == 1
+    assert peer.has_written_eof
+    connection.connection_lost(None)
+
+
+@in_virtual_time
 async def test_an_app_that_fails_behind_its_response_finds_a_lost_connection() -> None:
     async def fails(scope: Any, receive: Any, send: Any) -> None:
         await refuses(scope, receive, send)
