@@ -209,7 +209,9 @@ class Connection(HttpToolsProtocol):
         self._place.begin()
         self._arrival.begin_body(self.headers)
         super().on_headers_complete()
-        if self._arrival.num_left > MAX_LATE_BYTES and self.cycle is not None:
+        is_large = self._arrival.num_left > MAX_LATE_BYTES
+        # Without a 100 a client that expects it may take the connection for its next request.
+        if (is_large or self.expect_100_continue) and self.cycle is not None:
             self._stays_open, self.cycle.keep_alive = self.cycle.keep_alive, False
 
     def on_chunk_header(self) -> None:

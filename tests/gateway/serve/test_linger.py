@@ -75,9 +75,14 @@ def head_of(framing: str) -> bytes:
 
 @in_virtual_time
 @pytest.mark.parametrize(
-    "framing", [f"content-length: {MAX_LATE_BYTES + 1}", "transfer-encoding: chunked"]
+    "framing",
+    [
+        f"content-length: {MAX_LATE_BYTES + 1}",
+        "transfer-encoding: chunked",
+        "content-length: 9\r\nexpect: 100-continue",
+    ],
 )
-async def test_a_response_before_the_end_of_a_large_body_says_that_the_connection_closes(
+async def test_a_response_before_a_body_that_may_not_follow_says_that_the_connection_closes(
     framing: str,
 ) -> None:
     connection, peer = connect(app=refuses)
