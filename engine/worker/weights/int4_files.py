@@ -102,6 +102,7 @@ class Int4Files(SafetensorsFiles):
         suffixes = (scheme.steps, scheme.scales, scheme.zeros, scheme.groups, *scheme.others)
         parts = {stem + suffix for stem in self._stems.values() for suffix in suffixes}
         self._names = (self._shards.keys() - parts) | self._stems.keys()
+        self._last: tuple[str, _Matrix, Tensor] | None = None  # see `_unpacked`
 
     @property
     def preferred_format(self) -> PreferredFormat:
@@ -120,8 +121,7 @@ class Int4Files(SafetensorsFiles):
         """Packed rows; floats if the columns cut through a group."""
         if name not in self._stems:
             return super().read(name, index)
-        layout, (_, inputs), scales, zeros, group_of = self._matrix(name)
-        steps = self._scheme.unpack(self._tensor(name, self._scheme.steps))
+        (layout, (_, inputs), scales, zeros, group_of), steps = self._unpacked(name)
         if group_of is not None:
             own = group_of[index[1]]
             offsets = MIDDLE if zeros is None else zeros[index[0]][:, own]
@@ -142,6 +142,19 @@ class Int4Files(SafetensorsFiles):
             None if zeros is None else zeros[rows, groups],
         )
         return weight if is_whole else weight.dequantize()[:, columns.start : columns.stop]
+
+    def drop_pages(self) -> None:
+        self._last = None
+        super().drop_pages()
+
+    def _unpacked(self, name: str) -> tuple[_Matrix, Tensor]:
+        """A matrix, and its steps as uint8 `[out, in]`. The last one is kept, since the rows of
+        each head are read on their own where keys and values have latent vectors."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # its memory is free for this one
+            steps = self._scheme.unpack(self._tensor(name, self._scheme.steps))
+            self._last = name, self._matrix(name), steps
+        return self._last[1:]
 
     def _tensor(self, name: str, suffix: str) -> Tensor:
         """One of the tensors of a matrix; raises `StartupError` if the file lacks it."""

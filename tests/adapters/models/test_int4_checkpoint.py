@@ -2,6 +2,7 @@
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -208,6 +209,19 @@ def test_slices_of_a_matrix_are_those_of_the_whole(tmp_path: Path, kind: str) ->
         part = files.read(name, (slice(8, 40), columns))
         assert isinstance(part, Tensor) != is_stored
         torch.testing.assert_close(dequantize(part), whole[8:40, columns])
+
+
+def test_a_matrix_whose_rows_are_read_head_by_head_is_unpacked_once(tmp_path: Path) -> None:
+    """A matrix of 128 heads would take 200 times as long."""
+    write(tmp_path, "awq")
+    files = Int4Files(tmp_path, "awq")
+    unpack = Mock(wraps=files._scheme.unpack)
+    files._scheme = files._scheme._replace(unpack=unpack)
+    for name in ("up", "gate"):
+        for first in range(0, 256, 32):
+            rows = slice(first, first + 32), slice(None)
+            files.read(f"model.layers.0.mlp.{name}_proj.weight", rows)
+    assert unpack.call_count == 2
 
 
 CHANGES: list[tuple[dict[str, Any], str, object]] = [
