@@ -48,7 +48,9 @@ def draw(random: Random) -> Drawn:
     changes["intermediate_size"] = random.choice([24, 37, 48, 64, 96, 131])
     if config_class == "GptOssConfig":
         changes["intermediate_size"] = random.choice([32, 40, 64])
-    if not variant.startswith("gemma4"):  # whose layers share heads and KV
+    if "kv_lora_rank" in base:
+        changes |= _draw_latent(random)
+    elif not variant.startswith("gemma4"):  # whose layers share heads and KV
         changes |= _draw_heads(random, base, has_own_dim="head_dim" in base)
     changes |= _draw_layers(random, base)
     changes |= _draw_options(random, config_class, base)
@@ -91,12 +93,27 @@ def _draw_heads(random: Random, base: dict[str, Any], *, has_own_dim: bool) -> d
     return sizes | {"hidden_size": width}
 
 
+def _draw_latent(random: Random) -> dict[str, Any]:
+    """The sizes of MLA."""
+    heads = random.choice([1, 2, 3, 4, 8, 12])
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_size": random.choice([48, 96, 120]),
+        "q_lora_rank": random.choice([7, 20, 33]),
+        "kv_lora_rank": random.choice([4, 7, 16, 24, 33, 64]),
+        "qk_nope_head_dim": random.choice([2, 8, 12, 16, 20, 24, 33, 40]),
+        "qk_rope_head_dim": random.choice([2, 4, 6, 8, 16, 32]),
+        "v_head_dim": random.choice([1, 4, 8, 12, 20, 24, 36]),
+    }
+
+
 def _draw_layers(random: Random, base: dict[str, Any]) -> dict[str, Any]:
     """The number of layers, and their kinds in a new order."""
     kinds = list(base.get("layer_types", ()))
-    if not kinds:
+    if not kinds and "mlp_layer_types" not in base:
         return {"num_hidden_layers": random.randint(1, 5)}
-    if "num_kv_shared_layers" in base:
+    if not kinds or "num_kv_shared_layers" in base:
         return {}
     random.shuffle(kinds)
     return {"num_hidden_layers": len(kinds), "layer_types": kinds}
