@@ -163,10 +163,11 @@ class GgufFile:
     def _check_split(self, part: int) -> list[Path]:
         """The files of the model whose first one this is; otherwise the file itself."""
         paths, count = split_files(self.path), self.integer("split.count") or 1
-        if (self.integer("split.no") or 0) != part or (part == 0 and len(paths) != count):
+        own = self.integer("split.no") or 0
+        if own != part or (part == 0 and len(paths) != count):
             raise self.error(
-                f"split.count: this is one of a model's {count} files, and not number {part + 1}; "
-                f"the one whose name ends with -00001-of-{count:05}.gguf stands for all of them"
+                f"split.no: this is number {own + 1} of a model's {count} files; the first one, "
+                f"whose name has to end with -00001-of-{count:05}.gguf, stands for all of them"
             )
         return paths
 

@@ -43,13 +43,14 @@ def test_a_file_that_is_not_the_first_or_not_whole_is_refused(tmp_path: Path) ->
     Gguf("llama", tensors_of_a_file=9).write(tmp_path / "model.gguf")
     first, second, *_, last = sorted(tmp_path.iterdir())
     count = len(split_files(first))
-    named = rf"a model's {count} files, .* -00001-of-0000{count}"
-    with pytest.raises(StartupError, match=named):
-        GgufFile(second)
-    with pytest.raises(StartupError, match=named):
+    named = rf"of a model's {count} files; .* -00001-of-0000{count}"
+    with pytest.raises(StartupError, match=f"this is number 2 {named}"):
         GgufFile(second.rename(tmp_path / "renamed.gguf"))
+    with pytest.raises(StartupError, match=f"this is number 1 {named}"):
+        GgufFile(first.rename(tmp_path / "renamed.gguf"))
+    first = (tmp_path / "renamed.gguf").rename(first)
     with pytest.raises(StartupError, match=f"{second.name} cannot be read: .*No such file"):
         GgufFile(first)
     second.write_bytes(last.read_bytes())
-    with pytest.raises(StartupError, match=f"{second.name}: .* not number 2;"):
+    with pytest.raises(StartupError, match=f"{second.name}: .* number {count} {named}"):
         GgufFile(first)
