@@ -54,6 +54,13 @@ class PromptTooLong(InvalidRequest):
         )
 
 
+class ConstraintFailed(InvalidRequest):
+    """The grammar in this field allows no next token, or has reached the library's limits."""
+
+    def __init__(self, param: str, error: NoAllowedToken) -> None:
+        super().__init__(f"Invalid '{param}': {error}", param)
+
+
 class UnsupportedByModel(InvalidRequest):
     """The endpoint exists, but the served model cannot do this."""
 
@@ -295,6 +302,7 @@ TABLE: dict[type[EngineError], HttpError] = {
     WrongMediaType: HttpError(415, _INVALID, "unsupported_media_type"),
     RequestCancelled: HttpError(499, _INVALID, "request_cancelled"),
     NoAllowedToken: HttpError(400, _INVALID, "nothing_allowed"),
+    ConstraintFailed: HttpError(400, _INVALID, "nothing_allowed"),
     Superseded: HttpError(409, _INVALID, "superseded", retry=False),
     TooManyBatches: HttpError(429, "requests", "batch_limit_exceeded", retry=False),
     TooManyRequests: HttpError(429, "requests", "rate_limit_exceeded", retry=True),

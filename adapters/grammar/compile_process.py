@@ -1,7 +1,7 @@
 """A process that compiles grammars in children, which are limited in time and memory and killed.
 
 The process opens the compiler once. For each grammar it forks a child that compiles the grammar and
-computes the first mask (`adapters.isolation.children`).
+computes the first two masks (`adapters.isolation.children`).
 
     python -m adapters.grammar.compile_process FD LOADER DIRECTORY SECONDS BYTES
 """
@@ -46,12 +46,21 @@ def encode(message: CompileRequest | Verdict) -> bytes:
 
 
 def first_error(compiler: GrammarCompiler, grammar: Grammar) -> str | None:
-    """Compile the grammar and its first mask. Returns why it cannot be used, or None."""
+    """Compile the grammar and its masks before and after a first token: many a grammar that is too
+    large has the first one. Returns why it cannot be used, or None."""
     try:
-        mask = compiler.compile(grammar).mask()
+        matcher = compiler.compile(grammar)
+        mask = matcher.mask()
+        allowed = int.from_bytes(mask.bits, "little")
+        if not allowed:
+            return "no text of this model's tokens can match it"
+        first = allowed & -allowed  # the end token is the last one
+        if not (mask.accepts and first == allowed):
+            matcher.feed((first.bit_length() - 1,))
+            matcher.mask()
     except GrammarError as error:
         return str(error).removesuffix(".")
-    return None if any(mask.bits) else "no text of this model's tokens can match it"
+    return None
 
 
 class CompileProcess:

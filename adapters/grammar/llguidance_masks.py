@@ -15,6 +15,7 @@ from engine.grammar import GrammarError, Mask, TokenTable
 from engine.step import Grammar, GrammarKind
 
 MAX_GRAMMAR_SYMBOLS = 100_000
+MAX_ROW_ITEMS = 2_850  # 4 for each of 700 optional properties of an object, and a few others
 MAX_LINE_LEN = 300
 # The library's name for a parser without a next token, in our words.
 WORDS = {"NoExtensionBias": "no text can match it: a $ref or a rule leads only back to itself"}
@@ -53,7 +54,11 @@ class LlguidanceCompiler:
         self._special = table.special
         wrapper = _TokenizerWrapper(table, vocab_size)
         self._tokenizer = LLTokenizer(wrapper, n_vocab=vocab_size + 1, eos_token=vocab_size)  # type: ignore[arg-type]
-        self._limits = LLParserLimits(max_grammar_size=MAX_GRAMMAR_SYMBOLS, verbose_errors=False)
+        self._limits = LLParserLimits(
+            max_grammar_size=MAX_GRAMMAR_SYMBOLS,
+            max_items_in_row=MAX_ROW_ITEMS,
+            verbose_errors=False,
+        )
 
     def compile(self, grammar: Grammar) -> "LlguidanceMatcher":
         try:

@@ -11,7 +11,10 @@ grammar at a time, and waiting is limited, too.
 import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 from engine.step import Grammar, GrammarKind
 from gateway.access.seats import Seats
@@ -21,8 +24,12 @@ from gateway.schema.decoding import invalid
 SEATS = 2
 FULL = "Too many grammars are being compiled. Please try again later."
 TRY_SECONDS = 0.3
+MAX_BYTES = 128 << 10
 CHARS_ON_LOOP = 32 << 10  # a grammar up to this length is checked on the loop, in 2 ms
 JSON_KINDS = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE, GrammarKind.TAGS})
+MAX_OPTIONAL = 700  # properties in succession of which any may be the next one
+# With these keywords a schema is merged with another one, or properties do not matter.
+NOT_COUNTED = frozenset({"allOf", "anyOf", "oneOf", "$ref", "const", "enum"})
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
@@ -30,7 +37,7 @@ BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 class GrammarLimits:
     """Limits on the grammar of one request, on waiting for a seat, and on cached results."""
 
-    max_bytes: int = 128 << 10
+    max_bytes: int = MAX_BYTES
     max_depth: int = 64
     wait_seconds: float = 6.0  # one compilation may take 5 s
     max_remembered: int = 256
@@ -95,10 +102,44 @@ def _limit_error(grammar: Grammar, limits: GrammarLimits) -> str | None:
         return f"it is nested {depth} deep; at most {limits.max_depth} is allowed"
     if grammar.kind in JSON_KINDS:
         try:
-            json.loads(grammar.text)
+            found = json.loads(grammar.text)
         except ValueError as error:
             return f"it is not valid JSON: {error}"
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            return schema_error(found)
     return None
+
+
+def schema_error(schema: Any) -> str | None:
+    """Why no output can be constrained to a JSON schema, found without compiling it; or None."""
+    if (num := _num_optional(schema)) > MAX_OPTIONAL:
+        return (
+            f"it has an object with {num} properties in succession that are not required; at most "
+            f"{MAX_OPTIONAL} are allowed"
+        )
+    return None
+
+
+def _num_optional(schema: Any) -> int:
+    most, schemas = 0, [schema]
+    while schemas:
+        one = schemas.pop()
+        if not isinstance(one, dict) or not NOT_COUNTED.isdisjoint(one):
+            continue
+        schemas += (one.get("items"), one.get("additionalProperties"))
+        properties = one.get("properties")
+        if isinstance(properties, dict) and one.get("type", "object") == "object":
+            schemas += properties.values()
+            possible = (name for name, each in properties.items() if each is not False)
+            required = one.get("required")
+            names = required if isinstance(required, list) else []
+            most = max(most, _longest_run_without(set(map(str, names)), possible))
+    return most
+
+
+def _longest_run_without(names: set[str], found: Iterable[str]) -> int:
+    runs = groupby(found, lambda name: name in names)
+    return max((len(list(run)) for is_named, run in runs if not is_named), default=0)
 
 
 def _depth(text: str) -> int:

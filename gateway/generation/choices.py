@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Self, TypeVar
 
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import EngineError, InvalidRequest, NoAllowedToken
 from engine.request import Abort, Request, RequestSpec
 from engine.stream import TokenStream, close_streams
 from gateway.access.callers import Caller
-from gateway.errors import ModelNotFound
+from gateway.errors import ConstraintFailed, ModelNotFound
 from gateway.generation.choice_stream import (
     MANY_TOKENS,
     ChoiceOptions,
@@ -182,8 +182,14 @@ class ChoiceGroup(StreamGroup):
         )
 
     async def run_each(self, run: Callable[[ChoiceStream], Awaitable[T]]) -> list[T]:
-        """The results of `run` for all choices; see `in_parallel`."""
-        return await in_parallel(self.choices, run)
+        """The results of `run` for all choices; see `in_parallel`. An error of a grammar names its
+        field."""
+        try:
+            return await in_parallel(self.choices, run)
+        except NoAllowedToken as error:
+            if (constraint := self._plan.constraint) is None:
+                raise
+            raise ConstraintFailed(constraint.param, error) from error
 
     @property
     def has_started(self) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind, SamplingParams
+from gateway.access.grammar_check import MAX_BYTES, schema_error
 from gateway.groups.group import ServedModel
 from gateway.ports import Dialect, ToolCallGrammar
 from gateway.schema.decoding import invalid
@@ -38,7 +39,21 @@ def tool_constraint(
     grammar = dialect.call_grammar(calls)
     if grammar is None:
         return None
-    return OutputConstraint(grammar, tools.param if requested is None else requested.param)
+    param = tools.param if requested is None else requested.param
+    if len(grammar.text) <= MAX_BYTES:
+        _check_schemas(tools, calls, param)
+    return OutputConstraint(grammar, param)
+
+
+def _check_schemas(tools: ToolPlan, calls: ToolCallGrammar, answer_param: str) -> None:
+    schemas = {answer_param: calls.answer}
+    inner = ".function" if tools.param == "tools" else ""
+    for index, function in enumerate(tools.listed):
+        path = f"{tools.param}[{index}]{inner}.parameters"
+        schemas[path] = calls.tools.get(function.name)
+    for path, schema in schemas.items():
+        if (reason := schema_error(schema)) is not None:
+            raise invalid(path, f"{reason}.")
 
 
 def without_calls(sampling: SamplingParams, model: ServedModel) -> SamplingParams:

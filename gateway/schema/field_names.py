@@ -26,7 +26,8 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
 def renamed(param: str, names: Mapping[str, str]) -> str:
     """The field that a converted request has under the name `param`."""
     if param.startswith("tools["):
-        return param.replace("].function.", "].")
+        schema = names.get("parameters", "parameters")
+        return param.replace("].function.", "].").replace("].parameters", f"].{schema}")
     for chat_name, name in names.items():
         if param == chat_name or param.startswith((f"{chat_name}.", f"{chat_name}[")):
             return name + param[len(chat_name) :]

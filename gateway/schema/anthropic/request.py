@@ -33,6 +33,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
+    "parameters": "input_schema",  # those of a tool
 }
 NO_EFFECT: dict[str, tuple[object, ...]] = {
     "container": (),

@@ -1,12 +1,13 @@
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
 from engine.errors import InvalidRequest, Overloaded, Unavailable
 from engine.step import Grammar, GrammarKind
 from gateway.access.callers import Caller
-from gateway.access.grammar_check import SEATS, GrammarCheck, GrammarLimits
+from gateway.access.grammar_check import MAX_OPTIONAL, SEATS, GrammarCheck, GrammarLimits
 from gateway.access.key_file import Key
 from tests.gateway.scripted_model import CheckedOnLoop
 
@@ -35,6 +36,19 @@ class FakeChecker:
         return "no such thing" if grammar.text == "bad" else None
 
     async def close(self) -> None: ...
+
+
+def optional(num: int, **others: object) -> dict[str, Any]:
+    """A schema of an object with so many properties that are not required."""
+    properties = {f"p{number}": {"type": "string"} for number in range(num)}
+    return {"type": "object", "properties": properties, **others}
+
+
+TOO_MANY = optional(MAX_OPTIONAL + 1)
+
+
+def schema(found: object) -> Grammar:
+    return Grammar(SCHEMA, json.dumps(found))
 
 
 def checked(text: str) -> Grammar:
@@ -155,6 +169,10 @@ def complaint(grammar: Grammar) -> str:
         (Grammar(REGEX, "a(?=b)"), "look-around"),
         (Grammar(REGEX, "(a"), "regex"),
         (Grammar(REGEX, "\ud800"), "not valid Unicode"),
+        (Grammar(REGEX, "a{1000000}"), "too many expressions"),
+        (Grammar(GrammarKind.LARK, 'start: "a"{1000000}'), "Too many items"),
+        (Grammar(GrammarKind.EBNF, 'root ::= "a"{1000000}'), "Too many items"),
+        (schema({"allOf": [optional(MAX_OPTIONAL + 100)]}), "Current row"),
         (Grammar(GrammarKind.CHOICE, "[]"), "at least one string"),
         (Grammar(GrammarKind.CHOICE, "[1]"), "at least one string"),
         (Grammar(GrammarKind.LARK, "start: what"), "unknown name"),
@@ -170,8 +188,33 @@ def test_the_error_names_the_field_and_the_reason(grammar: Grammar, said: str) -
 
 
 @pytest.mark.parametrize(
+    "found",
+    [
+        TOO_MANY,
+        {"items": TOO_MANY},
+        {"additionalProperties": {"properties": {"a": TOO_MANY}}},
+        optional(MAX_OPTIONAL + 3, required=["p1"]),
+        optional(MAX_OPTIONAL + 2, required=[f"p{MAX_OPTIONAL + 1}"]),
+    ],
+)
+async def test_a_schema_with_too_many_optional_properties_is_not_compiled(found: object) -> None:
+    check = GrammarCheck(checker := FakeChecker())
+    with pytest.raises(InvalidRequest, match=f"{MAX_OPTIONAL + 1} properties in succession"):
+        await check.check_grammar(schema(found), FIELD)
+    assert not checker.checked
+
+
+@pytest.mark.parametrize(
     "grammar",
     [
+        schema(optional(MAX_OPTIONAL)),
+        schema(optional(2 * MAX_OPTIONAL, required=[f"p{MAX_OPTIONAL}"])),
+        schema({"allOf": [TOO_MANY, {"required": ["p9"]}]}),
+        schema({"properties": {**dict.fromkeys(TOO_MANY["properties"], False), "q": {}}}),
+        schema({**TOO_MANY, "type": "string"}),
+        schema({**TOO_MANY, "const": {}}),
+        Grammar(REGEX, "[a-z]{300000}"),
+        Grammar(REGEX, "a?"),
         Grammar(GrammarKind.JSON_OBJECT),
         Grammar(SCHEMA, "true"),
         Grammar(SCHEMA, json.dumps({"type": "object", "properties": {"é": {"enum": [1, None]}}})),

@@ -197,6 +197,55 @@ def test_other_grammars_cannot_be_combined_with_tools() -> None:
     assert (answer.status, error["param"]) == (400, "guided_regex")
 
 
+CROWDED: dict[str, Any] = {"properties": {f"p{number}": {} for number in range(1000)}}
+STRICT = {"name": "g", "strict": True}
+CROWDED_G = {"type": "function", "function": {**STRICT, "parameters": CROWDED}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        (CHAT, {"tools": [F, CROWDED_G]}, "tools[1].function.parameters"),
+        (
+            CHAT,
+            {"functions": [{**STRICT, "parameters": CROWDED}], "function_call": {"name": "g"}},
+            "functions[0].parameters",
+        ),
+        (
+            CHAT,
+            {
+                "tools": [F],
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "s", "schema": CROWDED},
+                },
+            },
+            "response_format.json_schema.schema",
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "tools": [{"type": "function", **STRICT, "parameters": CROWDED}]},
+            "tools[0].parameters",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 9, "tools": [{**STRICT, "input_schema": CROWDED}]},
+            "tools[0].input_schema",
+        ),
+    ],
+)
+def test_a_schema_that_is_too_large_beside_tools_is_named(
+    path: str, fields: dict[str, Any], named: str
+) -> None:
+    body = chat(**fields)
+    if "input" in body:
+        del body["messages"]
+    answer = answer_to(path, body, hermes())
+    assert answer.status == 400
+    said = answer.json["error"]["message"]
+    assert said.startswith(f"Invalid '{named}': it has an object with 1000 properties"), said
+
+
 def test_tools_are_rejected_without_a_tool_dialect_and_the_error_names_the_flag() -> None:
     answer = answer_to(CHAT, chat(tools=[F]))
     error = answer.json["error"]

@@ -7,6 +7,7 @@ from tests.gateway.rig import CHAT, TEXT, USER, Setting, chat, text
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 SCHEMA = "response_format.json_schema"
+CROWDED: dict[str, Any] = {"properties": {f"p{number}": {} for number in range(1000)}}
 INVALID_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "thing"}}}
 
 
@@ -81,12 +82,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": INVALID_SCHEMA}, SCHEMA + ".schema"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_regex": "a{1000000}"}, "guided_regex"),
+    ({"guided_json": CROWDED}, "guided_json"),
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar"),
     ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
     ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"json": CROWDED}}, "structured_outputs.json"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]"),
     (
         {"structured_outputs": {"json": {}, "json_object": True}},
