@@ -4,7 +4,8 @@
 
 Each request has a matcher, which has read the request's output so far. Matchers are cached: one
 that is missing, or that has read another output (after a preemption, in a new worker), is made
-again from the output. Grammars are compiled in a thread of their own.
+again from the output. Grammars are compiled in threads of their own, more than there are slow
+grammars at once: those that the gateway lets in take up to 5 s, others a millisecond.
 
 A row whose grammar is not compiled yet, or whose mask takes long, is late: the other rows of the
 batch wait for it for at most a share of the step's time, and its token is sampled in a later step,
@@ -38,6 +39,7 @@ from engine.worker.sampling.sampler import NO_MASKS, Masks, RowFault
 
 MAX_GRAMMARS = 64  # compiled grammars in the cache
 MAX_MATCHERS = 512
+COMPILE_THREADS = 4  # the gateway compiles two slow grammars at a time before they come here
 MASK_WAIT_SHARE = 0.25  # a batch waits for late rows for this share of its step's time so far
 MIN_WAIT_SECONDS = 0.0005  # the same in a step that has just begun
 MASK_WAIT_SECONDS_ALONE = 0.1  # the same, for the first mask, if all rows of the batch are late
@@ -181,7 +183,7 @@ class Constraints:
     def __init__(self, open_compiler: Callable[[], GrammarCompiler]) -> None:
         self._open_compiler = open_compiler
         self._opened: Future[GrammarCompiler] | None = None
-        self._compiling = ThreadPoolExecutor(1, "grammar", lower_thread_priority)
+        self._compiling = ThreadPoolExecutor(COMPILE_THREADS, "grammar", lower_thread_priority)
         self._threads = MaskThreads()
         self._compiled: OrderedDict[Grammar, Future[Matcher]] = OrderedDict()
         self._slow_to_compile: WeakSet[Future[Matcher]] = WeakSet()

@@ -21,6 +21,7 @@ from engine.step import (
 )
 from engine.worker.model.torch_operators import TorchSampling
 from engine.worker.sampling.constraints import (
+    COMPILE_THREADS,
     MASK_WAIT_SECONDS_ALONE,
     MAX_MATCHERS,
     Constraints,
@@ -79,7 +80,7 @@ class Counting:
         return self
 
     def compile(self, grammar: Grammar) -> Count:
-        if grammar.text == "slow":
+        if grammar.text.startswith("slow"):
             self.gate.wait()
         self.compiled.append(grammar.text)
         if grammar.text == "bad":
@@ -150,6 +151,18 @@ def test_a_grammar_being_compiled_makes_only_its_own_row_late() -> None:
     compiler.gate.set()
     found = masks_of(constraints, an_entry(0, "slow", may_be_late=False))
     assert (sizes(found), found.late) == ({0: 1}, frozenset())
+
+
+def test_a_grammar_does_not_wait_for_those_that_are_being_compiled() -> None:
+    compiler = Counting()
+    constraints = Constraints(compiler.open)
+    slow = [
+        an_entry(number, "slow" + " " * number, may_be_late=True)
+        for number in range(COMPILE_THREADS - 1)
+    ]
+    found = masks_of(constraints, *slow, an_entry(9, "a"))
+    assert (sizes(found), found.late) == ({len(slow): 1}, frozenset(range(len(slow))))
+    compiler.gate.set()
 
 
 def test_a_row_that_may_not_be_late_is_waited_for() -> None:
