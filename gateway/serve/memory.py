@@ -1,8 +1,8 @@
 """How much memory each of several models needs, in bytes: its weights, its KV cache and its states.
 
-Before a model is loaded the weights are estimated from the sizes of its files, and the KV cache is
-what is left of the model's part. All models have equal parts of the memory; one whose weights fill
-more than `WEIGHTS_SHARE` of its part gets a larger one.
+Before a model is loaded the weights are estimated from its files, and the KV cache is what is left
+of the model's part. All models have equal parts of the memory; one whose weights fill more than
+`WEIGHTS_SHARE` of its part gets a larger one.
 """
 
 import json
@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from engine.errors import StartupError
-from engine.files import split_files
 from engine.transport.process_memory import available_bytes
 from engine.worker_settings import WEIGHT_BYTES, WorkerReport
 from gateway.serve.cores import count_replicas
@@ -23,6 +23,7 @@ from gateway.serve.model_checks import projector_file
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
 
+GGUF_BYTES = "adapters.gguf.memory:memory_bytes"
 WEIGHTS_SHARE = 0.75  # share of a model's part of the memory; the rest is for its KV cache
 DEFAULT_SHARE = 0.75  # share of the memory that is available at the start
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -83,8 +84,10 @@ def weight_bytes(settings: Settings) -> int:
     if source == BUILTIN_MODEL:
         path = Path(str(files("adapters").joinpath("builtin")))
     if path.is_file():
-        mmproj = projector_file(settings, path)  # GGUF: most formats keep their size
-        return sum(each.stat().st_size for each in (*split_files(path), mmproj) if each is not None)
+        item = WEIGHT_BYTES.get(settings.kernels.weights)
+        num_bytes: int = resolve_name(GGUF_BYTES)(path, item, settings.kernels.device)
+        mmproj = projector_file(settings, path)
+        return num_bytes + (0 if mmproj is None else mmproj.stat().st_size)
     checkpoint = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     size = sum(each.stat().st_size for each in checkpoint)
     stored = _stored_dtype(checkpoint[0]) if checkpoint else None

@@ -32,8 +32,11 @@ def test_what_counts_bytes_counts_all_files(tmp_path: Path) -> None:
     Gguf("llama", tensors_of_a_file=9).write(tmp_path / "model.gguf")
     first, *others = sorted(tmp_path.iterdir())
     size = sum(each.stat().st_size for each in (first, *others))
-    assert weight_bytes(load({"model": str(first)})) == size
-    assert [(each.name, each.num_bytes) for each in models_in(tmp_path)] == [(str(first), size)]
+    (whole := tmp_path / "whole").mkdir()
+    Gguf("llama").write(whole / "model.gguf")
+    weights = weight_bytes(load({"model": str(whole / "model.gguf")}))
+    assert weight_bytes(load({"model": str(first)})) == weights
+    assert (str(first), size) in [(each.name, each.num_bytes) for each in models_in(tmp_path)]
     facts = model_facts(first)
     others[-1].write_bytes(others[-1].read_bytes() + bytes(32))
     assert model_facts(first) != facts
