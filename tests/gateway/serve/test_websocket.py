@@ -26,6 +26,7 @@ from gateway.serve.websocket import (
     MAX_FRAGMENTS,
     MAX_INBOX,
     NOT_TEXT,
+    NOT_UTF_8,
     TOO_LARGE,
     TOO_SLOW,
     UpgradableConnection,
@@ -40,7 +41,7 @@ HANDSHAKE = (
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
     b"Sec-WebSocket-Extensions: permessage-deflate\r\n\r\n"
 )
-PROTOCOL_ERROR, INVALID = 1002, 1007
+PROTOCOL_ERROR = 1002
 
 
 class Transport(RecordingTransport):
@@ -131,8 +132,9 @@ async def test_an_upgraded_connection_carries_messages_both_ways() -> None:
     peer = await connected()
     assert peer.transport.protocol is peer.server
     assert peer.connections == {peer.server}
-    peer.send(frame(b"on", fin=False) + frame(b"", Opcode.PING) + frame(b"e", Opcode.CONT))
-    assert await peer.server.receive() == b"one"
+    first, second = frame(b"on\xc3", fin=False), frame(b"\xa9", Opcode.CONT)
+    peer.send(first + frame(b"", Opcode.PING) + second)
+    assert await peer.server.receive() == "on\u00e9".encode()
     await peer.server.send((b"two", b"three"))
     assert [bytes(each.data) for each in peer.frames()] == [b"", b"two", b"three"]
     peer.send(frame((1000).to_bytes(2, "big"), Opcode.CLOSE))
@@ -146,6 +148,8 @@ async def test_an_upgraded_connection_carries_messages_both_ways() -> None:
     ("data", "code"),
     [
         (frame(b"x", Opcode.BINARY), NOT_TEXT),
+        (frame(b'"\xff"'), NOT_UTF_8),
+        (frame("é".encode()[:1], fin=False) + frame(b"", Opcode.CONT), NOT_UTF_8),
         (frame(b"x" * 65), TOO_LARGE),
         (frame(b"x" * 40, fin=False) + frame(b"x" * 40, Opcode.CONT), TOO_LARGE),
         (frame(b"", fin=False) + frame(b"", Opcode.CONT, fin=False) * MAX_FRAGMENTS, TOO_LARGE),
@@ -157,6 +161,8 @@ async def test_an_upgraded_connection_carries_messages_both_ways() -> None:
     ],
     ids=[  # masks are random
         "binary",
+        "no UTF-8",
+        "half a character",
         "large",
         "large in fragments",
         "many fragments",
