@@ -22,6 +22,7 @@ from gateway.web.openapi import documents
 from gateway.web.routes.operations.page import LiveStates
 from gateway.web.table import ROUTES
 
+METHODS = ", ".join(sorted({"HEAD", "OPTIONS", *(route.method for route in ROUTES.routes)}))
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnected; not delivered
 
 
@@ -57,6 +58,9 @@ async def _routing_error(http: HttpRequest, error: Exception) -> Response:
         allow = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
         return await _error(http, MethodNotAllowed(http.method, allow))
     path: str = http.scope["path"]
+    if (http.method, path) == ("OPTIONS", "*"):  # about the server in general (RFC 9110, 9.3.7)
+        headers = {**caller_of(http).headers(service_of(http).clock()), "allow": METHODS}
+        return Response(status_code=204, headers=headers)
     meant = ROUTES.instead_of(http.method, path)
     hint = f" Did you mean {meant[:200]}?" if meant else ""
     return await _error(http, PathNotFound(f"No endpoint at {path[:200]}.{hint}"))

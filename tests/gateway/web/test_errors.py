@@ -253,6 +253,14 @@ async def test_an_unknown_path_or_method_is_a_json_error(
     assert ("allow" in exchange.headers) is (status == 405)
 
 
+@played(Setting(keys=("sk-a",)))
+async def test_options_of_the_server_are_the_methods_of_all_routes(rig: Rig) -> None:
+    exchange = await rig.client.send("OPTIONS", "*", headers={"x-api-key": "sk-a"})
+    assert (exchange.status, exchange.content) == (204, b"")
+    assert exchange.headers["allow"] == "DELETE, GET, HEAD, OPTIONS, POST"
+    assert "x-request-id" in exchange.headers
+
+
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
