@@ -166,7 +166,7 @@ class GgufFile:
         own = self.integer("split.no") or 0
         if own != part or (part == 0 and len(paths) != count):
             raise self.error(
-                f"split.no: this is number {own + 1} of a model's {count} files; the first one, "
+                f"split.count: this is number {own + 1} of a model's {count} files; the first one, "
                 f"whose name has to end with -00001-of-{count:05}.gguf, stands for all of them"
             )
         return paths
