@@ -13,6 +13,7 @@ from engine.errors import StartupError
 from engine.worker.cuda.kernels.library import TritonKernels
 from engine.worker.ports import dequantize
 from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker.weights.formats.grouped import GroupedWeight, dequantize_groups
 from engine.worker.weights.int4_files import Int4Files
 from tests.engine.worker.cuda.fleet import gpus
 from tests.engine.worker.cuda.kernels.interpreted import interpreted
@@ -259,6 +260,8 @@ def test_inputs_ordered_by_activation_are_computed_in_8_bits(tmp_path: Path, kin
     assert worker.report.weights == "q8_0 (14-bit activations)"
     found = Driver(worker).logits((0, TOKENS))[0]
     assert (found - expected).norm() < 0.05 * expected.norm()
+    plain = Driver(load_worker(tmp_path, attention="cpu", weights="float32"))
+    assert (plain.logits((0, TOKENS))[0] - expected).abs().max() < 1e-4
     on_gpu = load_stored(tmp_path)
     assert on_gpu.report.weights == "int8"
     found = Driver(on_gpu).logits((0, TOKENS))[0]
@@ -278,10 +281,10 @@ def test_slices_of_inputs_ordered_by_activation_have_their_own_scales(
     save_file(tensors, path)
     whole = model.get_submodule(name).weight.detach() * scale
     for columns in (slice(0, 256), slice(40, 256)):
-        part = dequantize(
-            Int4Files(tmp_path, "gptq").read(f"{name}.weight", (slice(8, 40), columns))
-        )
-        error = (part - whole[8:40, columns]).abs().max()
+        part = Int4Files(tmp_path, "gptq").read(f"{name}.weight", (slice(8, 40), columns))
+        assert isinstance(part, GroupedWeight)
+        rounded = dequantize_groups(part.groups, part.layout)[:, : part.inputs]
+        error = (rounded - whole[8:40, columns]).abs().max()
         assert error < 5e-3 * whole.abs().max()
 
 

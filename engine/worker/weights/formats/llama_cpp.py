@@ -7,6 +7,7 @@ that the codes of IQ4_NL and IQ4_XS stand for.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -64,17 +65,25 @@ BLOCKS: Mapping[str, BlockFormat] = MappingProxyType(  # by layout
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Floats(GroupedWeight):
+    """Floats that are rounded to the layout where they are computed in it."""
+
+    def dequantize(self) -> Tensor:
+        return self.tensors[""]
+
+
 def q8_0_weight(floats: Tensor) -> GroupedWeight:
-    """Float32 `[out, in]` in Q8_0: each number is rounded to the nearest step of its group."""
-    inputs, largest = floats.shape[1], Q8_0.middle - 1
-    groups = torch.nn.functional.pad(floats, (0, -inputs % Q8_0.group))
+    """Float32 `[out, in]` in Q8_0, exact where it is dequantized."""
+    return _Floats(Q8_0, MappingProxyType({"": floats}), floats.shape[1], _in_q8_0)
+
+
+def _in_q8_0(tensors: Mapping[str, Tensor]) -> Groups:
+    """Each number is rounded to the nearest step of its group."""
+    floats, largest = tensors[""], Q8_0.middle - 1
+    groups = torch.nn.functional.pad(floats, (0, -floats.shape[1] % Q8_0.group))
     groups = groups.view(len(floats), -1, Q8_0.group)
     scales = (groups.abs().amax(dim=2) / largest).to(torch.float16)
     steps = groups / scales[:, :, None].float().clamp(min=SMALLEST)
     steps = steps.round_().clamp_(-largest, largest).add_(Q8_0.middle).to(torch.uint8)
-    tensors = {"": steps.flatten(1), "_scales": scales}
-    return GroupedWeight(Q8_0, MappingProxyType(tensors), inputs, _unpack)
-
-
-def _unpack(tensors: Mapping[str, Tensor]) -> Groups:
-    return Groups(tensors[""], tensors["_scales"])
+    return Groups(steps.flatten(1), scales)
