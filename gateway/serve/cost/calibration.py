@@ -11,7 +11,7 @@ run. Its requests write to KV blocks before any other request owns them.
 
 A request that comes meanwhile does not wait for the end. It is served with what single steps have
 shown or, before these are over, with a default that is fitted while serving (results/learned_cost).
-The next start measures again.
+The next start measures again. A model that is loaded for a request is not measured.
 """
 
 import asyncio
