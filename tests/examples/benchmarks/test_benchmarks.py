@@ -52,12 +52,6 @@ def test_decisions_are_measured_in_a_whole_server(tmp_path: Path) -> None:
     assert (one["iterations"], four["iterations"]) == (2, 2)
 
 
-def test_a_whole_server_is_measured_with_two_clients() -> None:
-    load = ("-c", "4", "-n", "8", "--output-tokens", "4", "--highest-id", "300")
-    shown = run_module("benchmarks.server.front_end", ROOT / "adapters" / "builtin", *load)
-    assert shown.count("bench, ") == shown.count("raw, ") == 2
-
-
 def test_a_quantized_model_reads_the_texts_of_float32() -> None:
     formats, few = ("--weights", "int8", "--kv-cache-dtype", "bfloat16"), ("--texts", "8")
     shown = run_here("benchmarks.layers.quantization_quality", "--tokens", "4", *few, *formats)
