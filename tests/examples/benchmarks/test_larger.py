@@ -125,6 +125,26 @@ def test_lone_streams_are_compared_answer_by_answer() -> None:
     beside_vllm, _ = alone("larger_zen5", "Podway q8_0", "Qwen3-4B, 8 bits, beside vLLM")
     assert letter == "O"
     assert f"{beside_vllm:.2f} times vLLM's tokens/s and {best:.2f} times OpenVINO's" in published
+    in_bfloat16, _ = alone("larger_zen5", "Podway bf16", "Qwen3-4B, bfloat16")
+    assert f"Podway has {in_bfloat16:.2f} times vLLM's\ntokens/s in bfloat16" in published
+
+
+def test_what_bounds_bfloat16_and_the_first_token_of_128_are_those_of_the_runs() -> None:
+    published = (RESULTS / "peers/larger_zen5/README.md").read_text()
+    runs = read("peers/larger_zen5/figures.json")
+    rates, times = {}, {}
+    for program in ("Podway", "vLLM"):
+        lone = [
+            run["loads"]["128 in"] for run in runs if run["server"] == f"{program} Qwen3-4B, bf16"
+        ]
+        rates[program] = ", ".join(f"{1 / load['itl_p50']:.1f}" for load in lone)
+        eight = [
+            run["loads"]["128 in"] for run in runs if run["server"] == f"{program} Qwen3-4B, q8_0"
+        ]
+        times[program] = f"{median(load['ttft_p50'] for load in eight):.2f}"
+    assert f"Podway's rounds have {rates['Podway']}\ntokens/s alone" in published
+    assert f"and vLLM's {rates['vLLM']}." in published
+    assert f"after {times['Podway']} s, and after\n{times['vLLM']} s from vLLM" in published
 
 
 def test_what_attention_in_pairs_changed_is_that_of_the_runs_before_and_since() -> None:
