@@ -329,3 +329,15 @@ def test_the_note_on_steps_is_that_of_its_runs() -> None:
     )
     assert f"took {was:.2f} times as long as plain reads with one stream in int8" in page
     assert f"and {was_bf16:.2f} times in bfloat16; they take {now:.2f} and {now_bf16:.2f}" in page
+
+
+def test_the_last_round_of_the_small_shape_is_described_by_its_figures() -> None:
+    published = (RESULTS / "peers/m500_zen5/README.md").read_text()
+    runs = read("peers/m500_zen5/figures.json")
+    own = [run["loads"] for run in runs if run["server"] == "Podway int8"]
+    other = [run["loads"] for run in runs if run["server"] == "vLLM zentorch W8A8 bfloat16"][-1]
+    rates = [f"{loads['C=32']['output_rate']:.0f}" for loads in (*own, other)]
+    times = [f"{loads['C=1']['ttft_p50'] * 1e3:.0f}" for loads in (*own, other)]
+    assert f"{rates[2]} tokens/s (vLLM {rates[3]})" in published
+    assert f"after {times[2]} ms (vLLM {times[3]})" in published
+    assert f"had {rates[0]} and {rates[1]}\ntokens/s and {times[0]} and {times[1]} ms" in published
