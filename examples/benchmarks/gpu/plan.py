@@ -1,6 +1,7 @@
 """The stages: kernel builds, the worker alone on random weights, tests, the server over HTTP."""
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -16,15 +17,7 @@ from examples.benchmarks.gpu.stages import Stage, StageFailed, command, started,
 
 # The tests that need a GPU; collecting all tests would need every client library.
 GPU_TESTS = ("tests/gpu", "tests/adapters/attention", "tests/engine/worker/test_roofline.py")
-FEATURE_TESTS = "tests/gpu/test_features.py"  # in stages of their own, on any device
-FEATURES = {  # stage -> a word of the names of its tests
-    "LoRA": "loras",
-    "speculation": "speculation",
-    "swapping under load": "swapping",
-    "killed worker": "killed",
-    "hybrid models": "hybrid",
-}
-FIRST_TESTS = ("tests/adapters/attention/test_flashinfer_gpu.py", "-k", "steps_as_they_come")
+MAX_TEST_PROCESSES = 12  # most of their time is imports, compilers and the oracle on the CPU
 SIZES = "1,8,32,64,128,256"
 FP8 = ("--weights", "fp8", "--kv-cache-dtype", "fp8")
 PODWAY = (sys.executable, "-m", "gateway")
@@ -63,7 +56,7 @@ class Plan:
     ) -> "Plan":
         """The plan for this device; without FlashInfer attention is plain torch."""
         if device == "cpu":
-            rehearsal = ("tests/gpu", "-m", "not gpu", "-k", "together")
+            rehearsal = ("tests/gpu", "-m", "not gpu")
             small = WorkerRun("TINY", "1,4", 64, "2x32", 240.0)
             return cls(device, rehearsal, (small,), "TINY", 8, 8, 240.0, folder)
         alone = (
@@ -75,7 +68,7 @@ class Plan:
             WorkerRun("Qwen2.5-0.5B", "1,64,256", 1024, "8x2048", 50.0),
             WorkerRun("Qwen2.5-7B", "1,64", 1024, "8x2048", 80.0),
         )
-        tests = (*GPU_TESTS, f"--ignore={FEATURE_TESTS}", "-m", "gpu")
+        tests = (*GPU_TESTS, "-m", "gpu")
         attention = "auto" if has_flashinfer else "reference"
         return cls(device, tests, alone, "Llama-3.1-8B", 256, 96, 150.0, folder, attention, kernels)
 
@@ -89,30 +82,19 @@ class Plan:
             )
             for one in self.alone
         ]
-        builds = self.device != "cpu" and self.attention == "auto"
-        build = [Stage("kernels", 300.0, partial(build_kernels, self))] if builds else []
-        if builds:
-            first = "attention against float32"
-            build.append(Stage(first, 60.0, partial(run_tests, FIRST_TESTS)))
+        build = []
         if self.device != "cpu":
-            build.insert(0, Stage("Triton kernels", 90.0, verify_triton_kernels))
+            build = [Stage("Triton kernels", 90.0, verify_triton_kernels)]
+            if self.attention == "auto":
+                build.append(Stage("kernels", 300.0, partial(build_kernels, self)))
         return [
             *build,
+            Stage("tests", 240.0, partial(run_tests, self.tests)),
             alone[0],
             Stage("mixed steps", 60.0 + 0.5 * self.http_seconds, partial(run_mixed, self)),
             Stage("unequal lengths", 60.0, partial(run_unequal, self)),
-            Stage("tests", 150.0, partial(run_tests, self.tests)),
             Stage("server over HTTP", self.http_seconds, partial(run_server, self)),
-            *self.features(),
             *alone[1:],
-        ]
-
-    def features(self) -> list[Stage]:
-        """What no figure shows: each text is held to transformers."""
-        marked = "not gpu" if self.device == "cpu" else "gpu"
-        return [
-            Stage(name, 90.0, partial(run_tests, (FEATURE_TESTS, "-m", marked, "-k", word)))
-            for name, word in FEATURES.items()
         ]
 
 
@@ -188,10 +170,11 @@ def run_unequal(plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def run_tests(words: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Run tests: counts, the first line of each failure, and numbers that tests record."""
+    """Run tests side by side: counts, the first line of each failure, and numbers they record."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tests.xml"
         run = [sys.executable, "-m", "pytest", "-q", *words, "-p", "no:cacheprovider"]
+        run += ["-p", "no:benchmark", "-n", str(min(MAX_TEST_PROCESSES, os.cpu_count() or 1))]
         output = ""
         try:
             command([*run, f"--junitxml={path}", "-o", "junit_family=xunit1"], seconds)

@@ -170,11 +170,9 @@ def test_decodes_beside_a_long_one_are_timed_with_and_without_dividing_its_keys(
     assert not unequal.measure(found.worker, unequal.Case.of("3x9+10"), 0.0)["divides"]
 
 
-def test_attention_is_compared_before_any_speed_is_measured(tmp_path: Path) -> None:
+def test_results_are_compared_before_any_speed_is_measured(tmp_path: Path) -> None:
     names = [stage.name for stage in plan.Plan.of("cuda", tmp_path).stages()]
-    assert names[:4] == [
-        "Triton kernels", "kernels", "attention against float32", "alone: Llama-3.1-8B"
-    ]  # fmt: skip
+    assert names[:4] == ["Triton kernels", "kernels", "tests", "alone: Llama-3.1-8B"]
     assert "alone: Llama-3.1-8B --weights fp8 --kv-cache-dtype fp8" in names
     assert {"alone: Qwen3-30B-A3B", "alone: gpt-oss-20b", "unequal lengths"} < {*names}
 
@@ -357,9 +355,7 @@ def test_all_stages_are_rehearsed_on_the_cpu(
     assert "| alone: TINY | done |" in text
     assert re.search(r"\| 4 \| none \| none( \| \d+\.\d\d){3} \|\n", text)
     assert re.search(r"\| 3 \| 5 \| none( \| \d+\.\d\d){2} \| \|\n", text)
-    assert "| tests | done: 1 passed, 0 failed, 0 skipped |" in text
-    for name, count in (("LoRA", 1), ("hybrid models", 3), ("swapping under load", 2)):
-        assert f"| {name} | done: {count} passed, 0 failed, 0 skipped |" in text
+    assert re.search(r"\| tests \| done: [1-9]\d* passed, 0 failed, ", text)
     assert re.search(r"`test_streams_go_on.*: seconds from .*, same texts 6 of 6\n", text)
     assert re.search(r"`test_speculation_.*: accepted drafts .*, same texts 6 of 6\n", text)
     assert "0 requests failed |" in text
