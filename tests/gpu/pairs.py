@@ -2,7 +2,8 @@
 
 Weights are rounded to bfloat16 beforehand, so that both hold the same numbers. On a GPU the
 allowed error is relative (L2): 2e-2, or twice that of transformers' own bfloat16 where that is
-more. A sampled token is right if float32 finds it the likeliest, up to that error.
+more. A sampled token is right if float32 finds it the likeliest, up to that error. Where two
+experts are about equally likely, rounding chooses: some rows of mixtures may be farther.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,39 @@ WIDE = {
     "max_position_embeddings": 512,
 }
 WIDE_GPT2 = {"n_embd": 256, "n_head": 4, "n_positions": 512}
+GEMMA = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+GEMMA4 = GEMMA | {"global_head_dim": 512}
+# In DeepSeek's sizes
+LATENT: dict[str, Any] = {
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 64,
+}
+# What a variant has besides `WIDE`
+SIZES: dict[str, dict[str, Any]] = {
+    "gemma2": GEMMA,
+    "gemma3": GEMMA,
+    "gemma4": GEMMA4,
+    "gemma4_moe": GEMMA4
+    | {"num_key_value_heads": 2, "num_global_key_value_heads": 1, "moe_intermediate_size": 64},
+    "phi3": {"hidden_size": 384, "head_dim": 96},
+    "stablelm": {"hidden_size": 320, "head_dim": 80},
+    "qwen3_moe": {"moe_intermediate_size": 64},
+    "qwen2_moe": {"moe_intermediate_size": 64},
+    "gpt_oss": {"intermediate_size": 64},
+    "deepseek_v2": LATENT,
+    "deepseek_v3_groups": LATENT | {"q_lora_rank": 96},
+    "opt": {"ffn_dim": 384, "word_embed_proj_dim": 256},
+}
 BLOCK = 16
 FLOAT32 = "cuda float32"  # in plain torch; the same text in batches of any size
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2, FLOAT32: 1e-4}
@@ -65,6 +99,14 @@ class Oracle:
         return float(((logits.max(dim=-1).values - chosen) / allowed).max())
 
 
+    def check(self, errors: Sequence[float]) -> None:
+        """Require that the errors of rows are allowed; of a mixture's rows, those of three in
+        four."""
+        is_mixture = any(".experts." in name for name, _ in self.model.named_parameters())
+        count = -(-len(errors) * 3 // 4) if is_mixture else len(errors)
+        assert sorted(errors)[count - 1] < self.tolerance
+
+
 @dataclass(frozen=True)
 class Pair(Oracle):
     """The same weights in transformers and in a worker."""
@@ -82,15 +124,17 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def gentle_model(family: str) -> Any:
+def gentle_model(family: str, **changes: Any) -> Any:
     """Rounded, and with attention that is no choice of one token."""
     config = VARIANTS[family][0]
     if not hasattr(transformers, config):
         pytest.skip(f"transformers {transformers.__version__} has no {config}")
-    model = make_model(family, **(WIDE_GPT2 if config == "GPT2Config" else WIDE))
+    wide = WIDE_GPT2 if config == "GPT2Config" else WIDE | SIZES.get(family, {})
+    model = make_model(family, **wide | changes)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.3 if parameter.dim() > 1 else 1.0)
+        for name, parameter in model.named_parameters():
+            is_sharp = config.startswith("Gemma") and "q_norm" in name
+            parameter.mul_(0.3 if parameter.dim() > 1 else 0.05 if is_sharp else 1.0)
             parameter.copy_(parameter.bfloat16().float())
     return model
 
@@ -114,8 +158,14 @@ def oracle_of(model: Any, directory: Path, device: str) -> Oracle:
     if device == "cuda":
         load, text = transformers.AutoModelForCausalLM.from_pretrained, tokens_of(100, 7)
         own = logits_of(load(directory, dtype=torch.bfloat16), text)
-        tolerance = max(tolerance, 2 * error(own, logits_of(model, text)))
+        tolerance = max(tolerance, 2 * own_error(own, logits_of(model, text)))
     return Oracle(model, tolerance)
+
+
+def own_error(found: Tensor, expected: Tensor) -> float:
+    """Of all rows, or the one that nine of ten keep: some may have been to another expert."""
+    rows = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    return min(error(found, expected), float(rows.quantile(0.9)))
 
 
 def pair_of(model: Any, directory: Path, device: str, **more: Any) -> Pair:

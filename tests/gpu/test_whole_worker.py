@@ -1,19 +1,31 @@
-"""A worker on each device beside transformers in float32 (`pairs`): logits, outputs, cancelling."""
+"""A worker on each device beside transformers in float32 (`pairs`): logits of families and of
+steps of all sizes, KV in 8 bits and on the host, outputs, cancelling."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from engine.loop import Engine
 from engine.request import RequestSpec
-from engine.step import SamplingParams
+from engine.step import BlockMove, Direction, SamplingParams, Step, StepId
 from tests.engine.worker.process.driving import GREEDY, Driver
-from tests.gpu.pairs import DEVICES, error, gentle_model, pair_of, tokens_of
+from tests.gpu.pairs import DEVICES, Pair, error, gentle_model, pair_of, tokens_of
 from tests.inline import RequestOutcome, engine_over, read_all, serve
 from tests.inline_executor import InlineExecutor
 
-FAMILIES = ("llama", "llama3_rope", "mistral", "mistral_window", "qwen2_tied", "qwen3", "gpt2")
+FAMILIES = (
+    *("llama", "llama3_rope", "mistral", "mistral_window", "qwen2_tied", "qwen3", "gpt2"),
+    *("gemma2", "gemma3", "gemma4", "phi3", "stablelm", "opt", "cohere2", "glm4", "nemotron"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "gemma4_moe"),
+    *("deepseek_v2", "deepseek_v3_groups"),
+)
+PIECES = ((64, 0, 15), (1, 30, 1), (70, 1, 1), (1, 1, 0), (1, 1, 0))
+# Steps with as many tokens as a GPU's graphs have, and more, beside decodes and without
+SIZES = ((64, 0, 0), (65, 0, 0), (300, 212, 0), (0, 113, 400), (1, 1, 62), (1, 1, 1))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -26,21 +38,87 @@ def test_logits_are_those_of_transformers_in_prefill_pieces_and_decodes(
     model: Any, device: str, tmp_path: Path
 ) -> None:
     pair = pair_of(model, tmp_path, device)
-    texts = [tokens_of(length, seed) for seed, length in enumerate((150, 33, 17))]
+    pair.check(errors_of(pair, PIECES))
+
+
+def errors_of(pair: Pair, steps: Sequence[tuple[int, ...]]) -> list[float]:
+    """Of the logits behind each piece; a step has so many tokens of each text."""
+    texts = [tokens_of(sum(pieces), seed) for seed, pieces in enumerate(zip(*steps, strict=True))]
     expected = [pair.expected(text) for text in texts]
-    driver, done = Driver(pair.worker), [0, 0, 0]
-    for pieces in ((64, 0, 15), (1, 30, 1), (70, 1, 1), (1, 1, 0), (1, 1, 0)):
+    driver, done, errors = Driver(pair.worker), [0] * len(texts), []
+    for pieces in steps:
         asked = [(at, count) for at, count in enumerate(pieces) if count]
         asked.sort(key=lambda piece: piece[1] > 1)  # decodes come first
         found = driver.logits(*((at, texts[at][done[at] :][:count]) for at, count in asked))
         for row, (at, count) in zip(found.float().cpu(), asked, strict=True):
             done[at] += count
-            assert error(row, expected[at][done[at] - 1]) < pair.tolerance
+            errors.append(error(row, expected[at][done[at] - 1]))
+    return errors
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return gentle_model("llama")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_of_all_sizes(llama: Any, device: str, tmp_path: Path) -> None:
+    pair = pair_of(llama, tmp_path, device, kv_slots=1400)
+    pair.check(errors_of(pair, SIZES))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kv_in_8_bits(device: str, tmp_path: Path) -> None:
+    """Integers on a CPU, floats on a GPU."""
+    model = gentle_model("llama", head_dim=128)
+    kv = "int8" if device == "cpu" else "fp8"
+    pair = pair_of(model, tmp_path, device, kv_cache_dtype=kv)
+    assert pair.worker.report.kv_dtype != pair.worker.report.dtype
+    assert max(errors_of(pair, PIECES)) < 4e-2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kv_comes_back_from_the_end_of_a_large_host_tier(
+    llama: Any, device: str, tmp_path: Path
+) -> None:
+    pair = pair_of(llama, tmp_path, device, host_kv_memory=256 << 20)
+    driver, text = Driver(pair.worker), tokens_of(61, 3)
+    last = pair.worker.report.tiers.num_host_blocks
+    driver.logits((0, text[:60]))
+    (found,) = driver.logits((0, text[60:]))
+    table, host = driver.blocks[0, 0], range(last - 4, last)
+    moved = [driver.free.pop() for _ in table]
+    moves = [
+        BlockMove(direction, ints(blocks), ints(host), is_awaited=True)
+        for direction, blocks in ((Direction.OUT, table), (Direction.IN, moved))
+    ]
+    for number, move in enumerate(moves):
+        assert not pair.worker.run(Step(StepId(number), (), (move,))).unread
+    driver.blocks[0, 0], driver.lengths[0] = moved, 60
+    (again,) = driver.logits((0, text[60:]))
+    assert torch.equal(again, found)
+    assert error(found.float().cpu(), pair.expected(text)[-1]) < pair.tolerance
+
+
+def ints(numbers: Iterable[int]) -> bytes:
+    return np.array([*numbers], "<i4").tobytes()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batch_invariant_logits_have_the_same_bits_in_any_company(
+    llama: Any, device: str, tmp_path: Path
+) -> None:
+    pair = pair_of(llama, tmp_path, device, batch_invariant=device != "cpu")
+    text, others = tokens_of(40, 1), [tokens_of(length, length) for length in (3, 70, 200)]
+    alone, together = Driver(pair.worker), Driver(pair.worker)
+    expected = [alone.logits((0, piece))[0] for piece in (text[:38], text[38:39], text[39:])]
+    assert error(expected[-1].float().cpu(), pair.expected(text)[-1]) < pair.tolerance
+    found = [
+        together.logits((1, others[0]), (0, text[:38]))[1],
+        together.logits((0, text[38:39]), (2, others[1]))[0],
+        together.logits((0, text[39:]), (1, others[0][:1]), (2, others[1][:1]), (3, others[2]))[0],
+    ]
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("device", DEVICES)
