@@ -1,7 +1,7 @@
 """A worker on each device beside transformers in float32 (`pairs`): logits of families and of
 steps of all sizes, KV in 8 bits and on the host, outputs, cancelling."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from engine.loop import Engine
 from engine.request import RequestSpec
 from engine.step import BlockMove, Direction, SamplingParams, Step, StepId
 from tests.engine.worker.process.driving import GREEDY, Driver
-from tests.gpu.pairs import DEVICES, Pair, error, gentle_model, pair_of, tokens_of
+from tests.gpu.pairs import DEVICES, error, gentle_model, pair_of, tokens_of
 from tests.inline import RequestOutcome, engine_over, read_all, serve
 from tests.inline_executor import InlineExecutor
 
@@ -38,22 +38,7 @@ def test_logits_are_those_of_transformers_in_prefill_pieces_and_decodes(
     model: Any, device: str, tmp_path: Path
 ) -> None:
     pair = pair_of(model, tmp_path, device)
-    pair.check(errors_of(pair, PIECES))
-
-
-def errors_of(pair: Pair, steps: Sequence[tuple[int, ...]]) -> list[float]:
-    """Of the logits behind each piece; a step has so many tokens of each text."""
-    texts = [tokens_of(sum(pieces), seed) for seed, pieces in enumerate(zip(*steps, strict=True))]
-    expected = [pair.expected(text) for text in texts]
-    driver, done, errors = Driver(pair.worker), [0] * len(texts), []
-    for pieces in steps:
-        asked = [(at, count) for at, count in enumerate(pieces) if count]
-        asked.sort(key=lambda piece: piece[1] > 1)  # decodes come first
-        found = driver.logits(*((at, texts[at][done[at] :][:count]) for at, count in asked))
-        for row, (at, count) in zip(found.float().cpu(), asked, strict=True):
-            done[at] += count
-            errors.append(error(row, expected[at][done[at] - 1]))
-    return errors
+    pair.check(pair.errors(PIECES))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +49,7 @@ def llama() -> Any:
 @pytest.mark.parametrize("device", DEVICES)
 def test_steps_of_all_sizes(llama: Any, device: str, tmp_path: Path) -> None:
     pair = pair_of(llama, tmp_path, device, kv_slots=1400)
-    pair.check(errors_of(pair, SIZES))
+    pair.check(pair.errors(SIZES))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -74,7 +59,7 @@ def test_kv_in_8_bits(device: str, tmp_path: Path) -> None:
     kv = "int8" if device == "cpu" else "fp8"
     pair = pair_of(model, tmp_path, device, kv_cache_dtype=kv)
     assert pair.worker.report.kv_dtype != pair.worker.report.dtype
-    assert max(errors_of(pair, PIECES)) < 4e-2
+    assert max(pair.errors(PIECES)) < 4e-2
 
 
 @pytest.mark.parametrize("device", DEVICES)

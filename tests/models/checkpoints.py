@@ -319,8 +319,9 @@ _WRITTEN = TemporaryDirectory()
 atexit.register(_WRITTEN.cleanup)
 
 
-def make_model(variant: str, seed: int = 0, **changes: Any) -> Any:
-    """A transformers causal LM of a variant, every parameter random (norms and biases too)."""
+def make_model(variant: str, seed: int = 0, scale: float = 0.2, **changes: Any) -> Any:
+    """A transformers causal LM of a variant, every parameter random (norms and biases too).
+    `scale` is that of matrices."""
     config_class, differences = VARIANTS[variant]
     small = SMALL_GPT2 if config_class == "GPT2Config" else SMALL
     config = getattr(transformers, config_class)(**(small | differences | changes))
@@ -331,7 +332,8 @@ def make_model(variant: str, seed: int = 0, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = parameter.dim() == 1 and name.endswith("weight")
-            parameter.copy_(1 + 0.1 * noise if is_scale else 0.2 * noise)
+            of_matrix = scale if parameter.dim() > 1 else 0.2
+            parameter.copy_(1 + 0.1 * noise if is_scale else of_matrix * noise)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # of Gemma 4, stored like a parameter
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))

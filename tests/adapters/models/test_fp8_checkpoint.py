@@ -36,6 +36,11 @@ SCHEMES: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
     "tensors": (TENSORS, "_scale", (1 << 10, 1 << 10)),
 }
 
+# As published; the model has to be as large as a block.
+LARGE = {
+    "large blocks": (BLOCKS | {"weight_block_size": [128, 128]}, "_scale_inv", (128, 128)),
+}
+
 
 def widened(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
     """The scale of each weight."""
@@ -44,11 +49,11 @@ def widened(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor
     return scales[: shape[0], : shape[1]]
 
 
-def write(directory: Path, scheme: str, variant: str = "llama") -> Any:
+def write(directory: Path, scheme: str, variant: str = "llama", **sizes: Any) -> Any:
     """Write a checkpoint with FP8 linears; returns the model of its numbers."""
-    config, suffix, block = SCHEMES[scheme]
-    path = make_checkpoint(directory, variant) / "model.safetensors"
-    model = make_model(variant)
+    config, suffix, block = (SCHEMES | LARGE)[scheme]
+    path = make_checkpoint(directory, variant, **sizes) / "model.safetensors"
+    model = make_model(variant, **sizes)
     parameters = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}
     for number, (name, tensor) in enumerate(sorted(load_file(path).items())):

@@ -117,7 +117,11 @@ def awq(found: Steps, stem: str) -> dict[str, Tensor]:
 
 
 def write(
-    directory: Path, kind: str = "pack-quantized", group: int = 64, scheme: Any = None
+    directory: Path,
+    kind: str = "pack-quantized",
+    group: int = 64,
+    scheme: Any = None,
+    scale: float = 0.2,
 ) -> Any:
     """Write a checkpoint with int4 linears; returns the dequantized model.
 
@@ -125,8 +129,8 @@ def write(
     " ordered" inputs are in groups by activation.
     """
     kind, _, order = kind.partition(" ")
-    path = make_checkpoint(directory, "llama", **SIZES) / "model.safetensors"
-    model = make_model("llama", **SIZES)
+    path = make_checkpoint(directory, "llama", scale=scale, **SIZES) / "model.safetensors"
+    model = make_model("llama", scale=scale, **SIZES)
     parameters = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(path).items():

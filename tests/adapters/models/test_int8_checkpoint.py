@@ -40,10 +40,10 @@ SCHEME: dict[str, Any] = {
 NEEDS_VNNI = pytest.mark.skipif(not HAS_VNNI, reason="8-bit activations need a CPU with VNNI")
 
 
-def write(directory: Path, variant: str = "llama", scheme: object = SCHEME) -> Any:
+def write(directory: Path, variant: str = "llama", scheme: object = SCHEME, **sizes: Any) -> Any:
     """Write a checkpoint with int8 linears; returns the dequantized model."""
-    path = make_checkpoint(directory, variant) / "model.safetensors"
-    model = make_model(variant)
+    path = make_checkpoint(directory, variant, **sizes) / "model.safetensors"
+    model = make_model(variant, **sizes)
     parameters = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(path).items():

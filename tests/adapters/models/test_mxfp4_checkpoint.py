@@ -30,13 +30,13 @@ def packed(weight: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
     shape = (experts, outputs, inputs // 32, 16)
     blocks = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
-    scales = torch.randint(121, 125, shape[:3], generator=random, dtype=torch.uint8)
+    scales = torch.randint(119, 123, shape[:3], generator=random, dtype=torch.uint8)
     return blocks, scales
 
 
-def write(directory: Path) -> Any:
+def write(directory: Path, scale: float = 0.2) -> Any:
     """A checkpoint whose experts are MXFP4, and the model that transformers makes of it."""
-    model = make_model("gpt_oss", **SIZES)
+    model = make_model("gpt_oss", scale=scale, **SIZES)
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     for seed, name in enumerate(sorted(tensors)):
