@@ -95,9 +95,7 @@ class Oracle:
         """By how much the worst token of a greedy text is less likely than the likeliest, over
         what is allowed; at most 1 for a right one."""
         logits = self.expected([*prompt, *output[:-1]])[len(prompt) - 1 :]
-        chosen = logits[range(len(output)), list(output)]
-        allowed = 4 * self.tolerance * logits.square().mean().sqrt()  # of two errors, at the tail
-        return float(((logits.max(dim=-1).values - chosen) / allowed).max())
+        return shortfall(logits, output, self.tolerance)
 
     def check(self, errors: Sequence[float]) -> None:
         """Require that the errors of rows are allowed; of a mixture's rows, those of three in
@@ -129,6 +127,13 @@ class Pair(Oracle):
         return errors
 
 
+def shortfall(logits: Tensor, output: Sequence[int], tolerance: float) -> float:
+    """That of `Oracle`, of the tokens of these rows."""
+    chosen = logits[range(len(output)), list(output)]
+    allowed = 4 * tolerance * logits.square().mean().sqrt()  # of two errors, at the tail
+    return float(((logits.max(dim=-1).values - chosen) / allowed).max())
+
+
 def logits_of(model: Any, tokens: Sequence[int]) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([list(tokens)])).logits[0]
@@ -146,12 +151,19 @@ def gentle_model(family: str, **changes: Any) -> Any:
         pytest.skip(f"transformers {transformers.__version__} has no {config}")
     wide = WIDE_GPT2 if config == "GPT2Config" else WIDE | SIZES.get(family, {})
     model = make_model(family, scale=GENTLE, **wide | changes)
+    soften(model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_sharp = config.startswith("Gemma") and "q_norm" in name
-            parameter.mul_(0.05 if is_sharp else 1.0)
+        for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
     return model
+
+
+def soften(model: Any) -> None:
+    """Make the scores of Gemma's normed queries small; they are not divided by the head's size."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_norm" in name and model.config.model_type.startswith("gemma"):
+                parameter.mul_(0.05)
 
 
 def settings_on(device: str, directory: Path, **more: Any) -> WorkerSettings:

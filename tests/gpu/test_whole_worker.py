@@ -59,7 +59,7 @@ def test_kv_in_8_bits(device: str, tmp_path: Path) -> None:
     kv = "int8" if device == "cpu" else "fp8"
     pair = pair_of(model, tmp_path, device, kv_cache_dtype=kv)
     assert pair.worker.report.kv_dtype != pair.worker.report.dtype
-    assert max(pair.errors(PIECES)) < 4e-2
+    assert max(pair.errors(PIECES)) < 0.1
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -114,9 +114,9 @@ SQUARES = ("gemma3", "smolvlm")  # variants that read square images of one size
 UNIFORM = ("gemma4", "gemma4_whole")  # variants whose patches have no frames
 
 
-def make_model(variant: str, seed: int = 0, **changes: Any) -> Any:
-    """A transformers model of a variant, every parameter random (norms and biases too); `changes`
-    are of the decoder's config."""
+def make_model(variant: str, seed: int = 0, scale: float = 0.2, **changes: Any) -> Any:
+    """A transformers model of a variant, every parameter random (norms and biases too); `scale` is
+    that of matrices, and `changes` are of the decoder's config."""
     name, text, vision = VARIANTS[variant]
     config = getattr(transformers, f"{name}Config")(
         text_config=SMALL | text | changes,
@@ -135,7 +135,8 @@ def make_model(variant: str, seed: int = 0, **changes: Any) -> Any:
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = parameter.dim() == 1 and parameter_name.endswith("weight")
-            parameter.copy_(1 + 0.1 * noise if is_scale else 0.2 * noise)
+            of_matrix = scale if parameter.dim() > 1 else 0.2
+            parameter.copy_(1 + 0.1 * noise if is_scale else of_matrix * noise)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(("_min", "_max")):  # of clipped linears: they clip some
                 buffer.fill_(-0.9 if buffer_name.endswith("_min") else 0.8)

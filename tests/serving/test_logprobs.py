@@ -53,7 +53,9 @@ def spec_for(
     return RequestSpec(prompt, max_tokens, sampling, logprobs=seed % 6, prompt_logprobs=seed % 4)
 
 
-def assert_logprobs(pair: Pair, spec: RequestSpec, outcome: RequestOutcome) -> None:
+def assert_logprobs(
+    pair: Pair, spec: RequestSpec, outcome: RequestOutcome, tolerance: float = TOLERANCE
+) -> None:
     assert len(outcome.tokens) == spec.max_tokens
     expected = pair.expected([*spec.prompt, *outcome.tokens])
     after_first = [*spec.prompt[1:], *outcome.tokens]
@@ -62,18 +64,20 @@ def assert_logprobs(pair: Pair, spec: RequestSpec, outcome: RequestOutcome) -> N
         is_output = at + 1 >= len(spec.prompt)
         top = spec.logprobs if is_output else spec.prompt_logprobs
         assert top is not None
-        assert_one(expected[at], token, found, top)
+        assert_one(expected[at], token, found, top, tolerance)
 
 
-def assert_one(expected: Tensor, token: int, found: TokenLogprobs, top: int) -> None:
-    assert abs(found.logprob - expected[token].item()) < TOLERANCE
+def assert_one(
+    expected: Tensor, token: int, found: TokenLogprobs, top: int, tolerance: float
+) -> None:
+    assert abs(found.logprob - expected[token].item()) < tolerance
     assert len(found.top) == top
     for (_, value), best in zip(found.top, expected.topk(top).values.tolist(), strict=True):
-        assert abs(value - best) < TOLERANCE
+        assert abs(value - best) < tolerance
     for other, value in found.top:
-        assert abs(value - expected[other].item()) < TOLERANCE
-    least = int((expected > expected[token] + TOLERANCE).sum())
-    most = int((expected > expected[token] - TOLERANCE).sum())
+        assert abs(value - expected[other].item()) < tolerance
+    least = int((expected > expected[token] + tolerance).sum())
+    most = int((expected > expected[token] - tolerance).sum())
     assert least < found.rank <= most
 
 
