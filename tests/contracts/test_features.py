@@ -51,6 +51,7 @@ from tests.engine.worker.cuda.launching import OnStandIns, on_stand_ins
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker, settings_for
 from tests.engine.worker.process.fleet import Fleet, fleet
+from tests.gpu.pairs import FLOAT32, on_gpu, settings_on
 from tests.inline import Mortal, RunsSteps, play, read_all
 from tests.models.checkpoints import make_checkpoint
 from tests.models.drafts import a_drafter, a_model_drafter, first_layers
@@ -88,6 +89,9 @@ class Bench:
         if self.device == "cuda":
             self.made.append(on_stand_ins(model, **LIMITS, **changes))
             return self.made[-1]
+        if self.device == FLOAT32:
+            settings = settings_on(FLOAT32, model, **LIMITS, **changes)
+            return Worker.load(settings, lambda *_: None)
         return Worker.load(changed(settings_for(model), **LIMITS, **changes), lambda *_: None)
 
     def load_lora(self, worker: RunsSteps, spec: LoraSpec) -> None:
@@ -209,6 +213,8 @@ def is_quantized(bench: Bench, weights: str) -> None:
             model, "reference", dtype="bfloat16", weights=weights, kv_dtype="auto"
         )
         device = CudaDevice(settings, StandingGpu(total_bytes=1 << 31))
+    if bench.device == FLOAT32:
+        settings = changed(settings_on("cuda", model, **LIMITS), weights=weights)
     worker = Worker.load(settings, lambda *_: None, device)
     step = Step(
         StepId(0),
@@ -363,13 +369,17 @@ REJECTED = {
     ("weights in fp8", "cpu"): "--weights 'fp8' is not supported on cpu",
 }
 DEVICES = ("cpu", "cuda")
+NEED_TWO_GPUS = ("pipeline stages", "tensor ranks")
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*DEVICES, on_gpu(FLOAT32)])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_works_on_a_device_or_its_error_names_it(
     feature: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On the stand-in for a GPU, and on a real one."""
+    if device == FLOAT32 and feature in NEED_TWO_GPUS:
+        pytest.skip("needs two GPUs")
     bench = Bench(device, tmp_path, monkeypatch)
     error = REJECTED.get((feature, device))
     if error is None:

@@ -71,13 +71,13 @@ FLOAT32 = "cuda float32"  # in plain torch; the same text in batches of any size
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2, FLOAT32: 1e-4}
 
 
-def _on_gpu(device: str) -> Any:
+def on_gpu(device: str) -> Any:
     skips = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     return pytest.param(device, marks=[pytest.mark.gpu, skips])
 
 
-DEVICES = ["cpu", _on_gpu("cuda")]
-PRECISIONS = [*DEVICES, _on_gpu(FLOAT32)]
+DEVICES = ["cpu", on_gpu("cuda")]
+PRECISIONS = [*DEVICES, on_gpu(FLOAT32)]
 
 
 @dataclass(frozen=True)
