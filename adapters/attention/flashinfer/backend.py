@@ -1,9 +1,9 @@
 """Attention on NVIDIA GPUs by FlashInfer, directly over the paged KV cache.
 
 A step is one launch per layer for prefills and decodes together, a decode being a prefill of one
-token; in batch-invariant mode decodes have a launch of their own. Steps can be captured in CUDA
-graphs: decode-only ones by the kernel that was faster at the start (`decode_choice`), others in one
-launch with the decodes' small tiles.
+token. Steps can be captured in CUDA graphs: decode-only ones by the kernel that was faster at the
+start (`decode_choice`), others in one launch with the decodes' small tiles, as all steps in
+batch-invariant mode.
 `plan` runs once a step on the host: it splits the work, fills pinned tables and starts their
 copies; `run` only submits kernels to the stream. The host waits for the device only if the table
 copies of three steps ago are not done.
@@ -20,7 +20,7 @@ from adapters.attention.flashinfer.fit import (
     unsupported_packed,
     unsupported_shape,
 )
-from adapters.attention.flashinfer.launches import Geometry, MixedLaunch, Planned, Sinks
+from adapters.attention.flashinfer.launches import Geometry, Launch, MixedLaunch, Sinks
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import Library
 from adapters.attention.flashinfer.tables import PageTableArena, PageTableArenas, PageTables
@@ -78,8 +78,8 @@ class FlashInferAttention:
         self._merge = library.merge_parts() or reference.add_sinks
         self._first = library.on_device(sizes.tokens + 1, torch.int32)
         self._first.copy_(torch.arange(sizes.tokens + 1, dtype=torch.int32))
-        self._mixed = self._mixed_launch()
-        self._decodes = self._mixed_launch()
+        wrapper = library.mixed(self._work.parts)
+        self._mixed = MixedLaunch(self._geometry, wrapper, library.event())
         self._captured = CapturedLaunches(
             library,
             self._geometry,
@@ -89,7 +89,7 @@ class FlashInferAttention:
             self._arenas,
             self.decode_kernel,
         )
-        self._planned: tuple[Planned, ...] = ()  # the current step's, set by `plan`
+        self._launch: Launch = self._mixed  # the current step's, set by `plan`
         self._rows = 0  # rows in the current step
 
     @staticmethod
@@ -100,15 +100,8 @@ class FlashInferAttention:
         )
 
     def plan(self, layout: RaggedLayout) -> None:
-        """Plan the launches of a step and start the copies of its tables."""
-        tables, count = PageTables.of(layout), layout.num_decodes
-        with self._arenas.next() as arena:
-            indices = self._upload(arena, layout)
-            if self._is_split(layout):
-                self._plan_split(arena, tables, indices, count)
-            else:
-                self._mixed.plan(arena, tables, indices)
-                self._planned = (Planned(self._mixed, slice(0, tables.num_rows)),)
+        """Plan the launch of a step and start the copies of its tables."""
+        self._plan(self._mixed, layout)
 
     def may_divide(self, rows: int) -> bool:
         """Whether there is a second graph of so many decodes."""
@@ -129,9 +122,7 @@ class FlashInferAttention:
             launch = captured.divided(size)
         else:
             launch = (captured.decodes if layout.is_decode_only else captured.mixed)(size)
-        with self._arenas.next() as arena:
-            launch.plan(arena, PageTables.of(layout), self._upload(arena, layout))
-        self._planned = (Planned(launch, slice(0, layout.num_tokens)),)
+        self._plan(launch, layout)
         return launch.baked(self._library)
 
     def run(
@@ -149,9 +140,7 @@ class FlashInferAttention:
         q = self._rope_and_write(layer, q, k, v, rope)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         of_layer = None if sinks is None else Sinks(sinks, self._first, self._merge)
-        for planned in self._planned:
-            rows = planned.rows
-            planned.launch.run(q[rows], self._pages[layer], out[rows], of_layer)
+        self._launch.run(q, self._pages[layer], out, of_layer)
         return out[..., :dim].contiguous()
 
     def _rope_and_write(
@@ -166,19 +155,15 @@ class FlashInferAttention:
         cache = CacheRows(self._slots[: len(q)], *self._rows_of_pages[layer], *self._scales)
         angles = None if rope is None else (rope.cos, rope.sin)
         width, q_out = self._geometry.head_dim, None
-        if width != q.shape[2] or self._planned[0].launch.takes_contiguous:
+        if width != q.shape[2] or self._launch.takes_contiguous:
             q_out = q.new_empty((*q.shape[:2], width))
         self._write(q, k, v, angles, cache, q_out)
         return q if q_out is None else q_out
 
-    def _is_split(self, layout: RaggedLayout) -> bool:
-        """Whether the decodes of a mixed step get a launch of their own.
-
-        FlashInfer chooses the tile by the mean number of new tokens. In batch-invariant mode
-        decodes always have the tile that they have without prefills.
-        """
-        is_mixed = 0 < layout.num_decodes < layout.num_requests
-        return is_mixed and self._geometry.spec.is_batch_invariant
+    def _plan(self, launch: Launch, layout: RaggedLayout) -> None:
+        with self._arenas.next() as arena:
+            launch.plan(arena, PageTables.of(layout), self._upload(arena, layout))
+        self._launch = launch
 
     def _upload(self, arena: PageTableArena, layout: RaggedLayout) -> Tensor:
         """Start the copies of slots and page indices to the device; returns the page indices."""
@@ -187,21 +172,6 @@ class FlashInferAttention:
         self._library.copy(indices, arena.put(layout.kv_indices))
         self._library.copy(self._slots[: self._rows], arena.put(layout.slots))
         return indices
-
-    def _plan_split(
-        self, arena: PageTableArena, tables: PageTables, indices: Tensor, count: int
-    ) -> None:
-        decodes, prompts = tables.split(count)
-        self._decodes.plan(arena, decodes, indices[: decodes.num_pages])
-        self._mixed.plan(arena, prompts, indices[decodes.num_pages :])
-        self._planned = (
-            Planned(self._decodes, slice(0, count)),
-            Planned(self._mixed, slice(count, tables.num_rows)),
-        )
-
-    def _mixed_launch(self) -> MixedLaunch:
-        wrapper = self._library.mixed(self._work.parts)
-        return MixedLaunch(self._geometry, wrapper, self._library.event())
 
 
 def widened(pages: Tensor, dim: int) -> Tensor:

@@ -140,7 +140,11 @@ class MixedLaunch:
         size: int = 0,
         disables_splits: bool = False,
     ) -> None:
-        """`size` are the rows of a CUDA graph, 0 outside of one."""
+        """`size` are the rows of a CUDA graph, 0 outside of one.
+
+        FlashInfer chooses the tile by the mean number of new tokens. In batch-invariant mode a step
+        has as many requests as rows, empty ones among them, and always the decodes' tile.
+        """
         self._geometry = geometry
         self._wrapper = wrapper
         self._staged = staged
@@ -149,8 +153,8 @@ class MixedLaunch:
 
     def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
         geometry = self._geometry
-        if self._size:
-            tables = tables.widened(self._size)
+        if size := self._size or (tables.num_rows if geometry.spec.is_batch_invariant else 0):
+            tables = tables.widened(size)
         self._staged.synchronize()
         self._wrapper.plan(
             qo_indptr=arena.put(tables.qo_indptr),
@@ -240,11 +244,3 @@ class GraphLaunch(Launch, Protocol):
 
     def baked(self, library: Library) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A planned launch and the rows of q that it computes."""
-
-    launch: Launch
-    rows: slice

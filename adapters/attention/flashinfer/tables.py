@@ -1,6 +1,6 @@
 """The page tables of a step for FlashInfer's `plan`, copied to pinned memory.
 
-A layout already has the tables; this module splits them for two launches and stages them.
+A layout already has the tables; this module widens and stages them.
 """
 
 from collections.abc import Sequence
@@ -45,9 +45,9 @@ class TableSizes:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes for all tables of a step, split or not, its slots, and the places of its pages in
-        a dense table."""
-        words = self.pages + self.rows + 5 * (self.rows + 2)
+        """Bytes for all tables of a step, which may have as many requests as rows, its slots, and
+        the places of its pages in a dense table."""
+        words = self.pages + self.rows + 5 * (max(self.rows, self.tokens) + 2)
         return 4 * words + 8 * (self.tokens + self.pages + self.rows) + PIECES * ALIGN
 
 
@@ -87,22 +87,6 @@ class PageTables:
             np.pad(self.kv_len, (0, count)),
             np.pad(self.kv_last_page_len, (0, count), constant_values=1),
         )
-
-    def split(self, count: int) -> tuple["PageTables", "PageTables"]:
-        """Tables of the first `count` requests and of the others; indices of both start at 0."""
-        first = PageTables(
-            self.qo_indptr[: count + 1],
-            self.kv_indptr[: count + 1],
-            self.kv_len[:count],
-            self.kv_last_page_len[:count],
-        )
-        rest = PageTables(
-            self.qo_indptr[count:] - self.qo_indptr[count],
-            self.kv_indptr[count:] - self.kv_indptr[count],
-            self.kv_len[count:],
-            self.kv_last_page_len[count:],
-        )
-        return first, rest
 
 
 class PageTableArena:

@@ -254,14 +254,11 @@ class CudaDevice:
 
     @property
     def _graph_sizes(self) -> GraphSizes:
-        """In batch-invariant mode prompts run eagerly: a graph has other tiles for their rows."""
         settings = self._settings
         if not settings.kernels.cuda_graphs:
             return GraphSizes((), ())
-        is_invariant, most = settings.kernels.batch_invariant, settings.max_batch_tokens
-        return GraphSizes(
-            graph_sizes(settings.max_batch_size), () if is_invariant else mixed_sizes(most)
-        )
+        decodes, mixed = settings.max_batch_size, settings.max_batch_tokens
+        return GraphSizes(graph_sizes(decodes), mixed_sizes(mixed))
 
 
 def row_kernels() -> Kernels:

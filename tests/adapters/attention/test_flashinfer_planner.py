@@ -1,4 +1,4 @@
-"""FlashInfer's own planner, which is C++ for the host, plans our graphs of mixed steps.
+"""FlashInfer's own planner, which is C++ for the host, plans our mixed steps.
 
 Its functions are compiled out of the installed header; skipped without FlashInfer or a compiler.
 """
@@ -41,13 +41,13 @@ uint32_t FA2DetermineCtaTileQ(int64_t rows, uint32_t, uint32_t, uint32_t) {
 """
 AFTER = """
 int main() {
-  int heads, kv_heads, size, page, window, disables;
-  while (std::cin >> heads >> kv_heads >> size >> page >> window >> disables) {
+  int heads, kv_heads, size, page, window, disables, captured;
+  while (std::cin >> heads >> kv_heads >> size >> page >> window >> disables >> captured) {
     std::vector<int> rows(size + 1), pages(size + 1);
     for (int& each : rows) std::cin >> each;
     for (int& each : pages) std::cin >> each;
     auto found = PrefillSplitQOKVIndptr<int>(
-        rows.data(), pages.data(), size, size, heads, kv_heads, 128, page, BLOCKS / kv_heads, true,
+        rows.data(), pages.data(), size, size, heads, kv_heads, 128, page, BLOCKS / kv_heads, captured,
         window, -1, disables, 0, 128, 2);
     std::cout << std::get<0>(found) << " " << std::get<1>(found) << " " << std::get<2>(found)
               << " " << std::get<3>(found) << " " << std::get<9>(found).back() << " "
@@ -114,7 +114,7 @@ def test_all_mixed_steps_of_a_size_have_one_plan_and_fit_into_it(
         for layout in layouts:
             tables = PageTables.of(layout).widened(size)
             for window in (-1, 1023):
-                numbers = (num_heads, kv_heads, size, 16, window, int(disables))
+                numbers = (num_heads, kv_heads, size, 16, window, int(disables), 1)
                 rows = (*numbers, *tables.qo_indptr.tolist(), *tables.kv_indptr.tolist())
                 cases.append(" ".join(map(str, rows)))
                 sizes.append(size)
@@ -129,10 +129,25 @@ def test_all_mixed_steps_of_a_size_have_one_plan_and_fit_into_it(
         assert (partial * (num_heads // kv_heads) <= room * tile).all()
 
 
+@pytest.mark.parametrize("heads", [(32, 8), (40, 2)], ids=str)
+def test_with_as_many_requests_as_rows_every_step_has_the_tile_of_decodes(
+    plan: Plans, heads: tuple[int, int]
+) -> None:
+    """Without graphs, in batch-invariant mode."""
+    random, cases = Random(1), list[str]()
+    for _ in range(20):
+        tables = PageTables.of(a_step(random, 300, 16).layout())
+        size = tables.num_rows
+        numbers, tables = (*heads, size, 16, -1, 1, 0), tables.widened(size)
+        rows = (*numbers, *tables.qo_indptr.tolist(), *tables.kv_indptr.tolist())
+        cases.append(" ".join(map(str, rows)))
+    assert {each[3] for each in plan(cases)} == {16 if heads == (32, 8) else 64}
+
+
 def longest_block(plan: Plans, tables: PageTables, *, disables: bool) -> int:
     """Keys that one thread block reads, of decodes of Llama-3.1-8B in pages of 16."""
     size = len(tables.kv_len)
-    numbers = (32, 8, size, 16, -1, int(disables))
+    numbers = (32, 8, size, 16, -1, int(disables), 1)
     rows = (*numbers, *tables.qo_indptr.tolist(), *tables.kv_indptr.tolist())
     ((_, _, _, _, _, keys),) = plan([" ".join(map(str, rows))])
     longest = int(tables.kv_len.max())

@@ -44,27 +44,6 @@ def test_one_launch_reads_the_tokens_of_each_request_in_order(step: Paged) -> No
 
 
 @settings(deadline=None, max_examples=40)
-@given(step=paged(requests))
-def test_two_launches_share_the_requests_between_them(step: Paged) -> None:
-    made = make(step.num_pages, step.page_size, is_batch_invariant=True)
-    layout = step.layout()
-    made.attention.plan(layout)
-    made.stand_in.catch_up()
-    plans = [given for name, given in made.stand_in.calls if name == "mixed"]
-    is_mix = 0 < layout.num_decodes < layout.num_requests
-    assert len(plans) == 1 + is_mix
-    found = [
-        (int(rows), slots_of(plan, i, step.page_size, NAMES))
-        for plan in plans
-        for i, rows in enumerate(plan["qo_indptr"].diff())
-    ]
-    expected = [(new, step.slots(i)) for i, (_, new) in enumerate(step.requests)]
-    assert found == expected
-    if is_mix:
-        assert plans[0]["max_token_per_sequence"] == 1
-
-
-@settings(deadline=None, max_examples=40)
 @given(step=paged(decodes))
 def test_padding_reads_one_token_of_the_spare_page(step: Paged) -> None:
     made, count = make(step.num_pages, step.page_size), len(step.requests)
