@@ -53,6 +53,16 @@ def test_steps_of_all_sizes(llama: Any, device: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_float16(device: str, tmp_path: Path) -> None:
+    """KV on a CPU, and on a GPU all else, too."""
+    model = gentle_model("llama", head_dim=128)
+    half = {"kv_cache_dtype": "float16"} if device == "cpu" else {"dtype": "float16"}
+    pair = pair_of(model, tmp_path, device, **half)
+    assert pair.worker.report.kv_dtype == "float16"
+    assert max(pair.errors(PIECES)) < 1e-2
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_kv_in_8_bits(device: str, tmp_path: Path) -> None:
     """Integers on a CPU, floats on a GPU."""
     model = gentle_model("llama", head_dim=128)

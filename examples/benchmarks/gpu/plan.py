@@ -16,7 +16,10 @@ from xml.etree import ElementTree
 from examples.benchmarks.gpu.stages import Stage, StageFailed, command, started, tail
 
 # The tests that need a GPU; collecting all tests would need every client library.
-GPU_TESTS = ("tests/gpu", "tests/adapters/attention", "tests/engine/worker/test_roofline.py")
+GPU_TESTS = (
+    *("tests/gpu", "tests/adapters/attention", "tests/engine/worker/test_roofline.py"),
+    "tests/contracts/test_features.py",
+)
 MAX_TEST_PROCESSES = 12  # most of their time is imports, compilers and the oracle on the CPU
 SIZES = "1,8,32,64,128,256"
 FP8 = ("--weights", "fp8", "--kv-cache-dtype", "fp8")
