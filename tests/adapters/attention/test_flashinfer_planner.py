@@ -47,8 +47,8 @@ int main() {
     for (int& each : rows) std::cin >> each;
     for (int& each : pages) std::cin >> each;
     auto found = PrefillSplitQOKVIndptr<int>(
-        rows.data(), pages.data(), size, size, heads, kv_heads, 128, page, BLOCKS / kv_heads, captured,
-        window, -1, disables, 0, 128, 2);
+        rows.data(), pages.data(), size, size, heads, kv_heads, 128, page, BLOCKS / kv_heads,
+        captured, window, -1, disables, 0, 128, 2);
     std::cout << std::get<0>(found) << " " << std::get<1>(found) << " " << std::get<2>(found)
               << " " << std::get<3>(found) << " " << std::get<9>(found).back() << " "
               << std::get<4>(found) << std::endl;
