@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from adapters.attention.flashinfer.tables import PageTableArena, PageTableArenas, TableSizes
@@ -30,15 +31,20 @@ def slots_of(
 
 
 @settings(deadline=None, max_examples=60)
-@given(step=paged(requests))
-def test_one_launch_reads_the_tokens_of_each_request_in_order(step: Paged) -> None:
-    made = make(step.num_pages, step.page_size)
+@given(step=paged(requests), is_invariant=st.booleans())
+def test_one_launch_reads_the_tokens_of_each_request_in_order(
+    step: Paged, is_invariant: bool
+) -> None:
+    """In batch-invariant mode there are empty requests behind the others."""
+    made = make(step.num_pages, step.page_size, is_batch_invariant=is_invariant)
     made.attention.plan(step.layout())
     made.stand_in.catch_up()
     plan = made.last_plan("mixed")
-    assert plan["qo_indptr"].diff().tolist() == [new for _, new in step.requests]
-    assert plan["seq_lens"].tolist() == [sum(request) for request in step.requests]
-    for i in range(len(step.requests)):
+    rows, count = [new for _, new in step.requests], len(step.requests)
+    empty = [0] * (sum(rows) - count) if is_invariant else []
+    assert plan["qo_indptr"].diff().tolist() == rows + empty
+    assert plan["seq_lens"].tolist() == [sum(request) for request in step.requests] + empty
+    for i in range(count):
         assert slots_of(plan, i, step.page_size, NAMES) == step.slots(i)
     assert (plan["page_size"], plan["causal"], plan["window_left"]) == (step.page_size, True, -1)
 
