@@ -4,7 +4,8 @@
 
 Triton brings its own assembler, so that neither a GPU nor the CUDA toolkit is needed. The variants
 are those of Llama-3.1-8B and Qwen2.5-7B; 90 is Hopper, assembled as sm_90a. Reports registers per
-thread, bytes of registers spilled to memory, and bytes of shared memory.
+thread, bytes of registers spilled to memory, and bytes of shared memory. From Hopper on kernels are
+compiled for a programmatic dependent launch, and must wait for the kernel before them first.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from typing import Any
 
 PACKAGE = "engine.worker.cuda.kernels"
 USAGE = re.compile(r"REG:(\d+).*?STACK:(\d+).*?SHARED:(\d+)")
+WAIT = "griddepcontrol.wait"
+ACCESS = re.compile(r"\b(?:ld|st|cp|red|atom)\.(?!param|shared)")  # of memory that kernels share
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Compiled:
     stack_bytes: int  # per thread: spilled registers
     shared_bytes: int  # per thread block
     num_warps: int
+    waits_first: bool  # for the kernel before it, ahead of any access to memory
 
 
 def variants() -> Iterator[Variant]:
@@ -188,8 +192,11 @@ def compiled(variant: Variant, capability: int) -> Compiled:
     from triton.compiler import ASTSource
 
     function: Any = getattr(import_module(f"{PACKAGE}.{variant.module}"), variant.kernel)
+    constants = dict(variant.constants)
+    if "IS_DEPENDENT" in function.arg_names:
+        constants["IS_DEPENDENT"] = capability >= 90
     signature = {
-        name: "constexpr" if name in variant.constants else variant.types.get(name, "i32")
+        name: "constexpr" if name in constants else variant.types.get(name, "i32")
         for name in function.arg_names
     }
     aligned = {
@@ -197,12 +204,20 @@ def compiled(variant: Variant, capability: int) -> Compiled:
         for place, name in enumerate(function.arg_names)
         if signature[name].startswith(("*", "i"))
     }
-    source = ASTSource(function, signature, dict(variant.constants), aligned)
+    source = ASTSource(function, signature, constants, aligned)
     target = GPUTarget("cuda", capability, 32)
     made: Any = compile_kernel(source, target=target, options=variant.options)
     registers, stack, shared = resources(made.asm["cubin"])
     shared = max(shared, int(made.metadata.shared))
-    return Compiled(variant.name, registers, stack, shared, int(made.metadata.num_warps))
+    warps, waits = int(made.metadata.num_warps), waits_first(made.asm["ptx"])
+    return Compiled(variant.name, registers, stack, shared, warps, waits)
+
+
+def waits_first(ptx: str) -> bool:
+    """Whether the kernel waits before it reads or writes memory."""
+    first = ACCESS.search(ptx)
+    assert first is not None, "a kernel without any access to memory"
+    return WAIT in ptx[: first.start()]
 
 
 def resources(cubin: bytes) -> tuple[int, int, int]:

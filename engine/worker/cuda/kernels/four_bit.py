@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.worker.cuda.kernels.dependent import launch_options, wait
 from engine.worker.cuda.kernels.gemm import Epilogue, add_parts, finished
 from engine.worker.cuda.kernels.reference import CHUNK, FourBitWeight, RowBlocks
 from engine.worker.cuda.kernels.tiling import Tiling
@@ -117,11 +118,13 @@ def product_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_ADDED: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: blocks of N × blocks of M × splits. With splits, float32 parts `[splits, M, N]` are
     stored, else the finished outputs. The weight has `TOTAL` outputs. With `blocks`, see
     `RowBlocks`, these are `N` of each expert, and a block of M uses those of one; without rows it
     does nothing."""
+    wait(IS_DEPENDENT)
     first_row, end_row = tl.program_id(1) * BLOCK_M, M
     if HAS_BLOCKS:
         block = blocks + 3 * tl.program_id(1)
@@ -196,8 +199,10 @@ def unpack_kernel(
     GROUP: tl.constexpr,
     IS_E2M1: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: blocks of outputs × chunks. Outputs from `first` on in the dtype of `out`."""
+    wait(IS_DEPENDENT)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     chunk = tl.program_id(1)
     columns = first + row
@@ -265,6 +270,7 @@ def product(
         HAS_BLOCKS=blocks is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **launch_options(x.device),
     )
     if tiling.splits > 1:
         add_parts(parts, out, epilogue)
@@ -291,5 +297,6 @@ def unpack(weight: FourBitWeight, outputs: slice, dtype: torch.dtype) -> Tensor:
         IS_E2M1=weight.is_e2m1,
         HAS_OFFSETS=weight.offsets is not None,
         num_warps=4,
+        **launch_options(found.device),
     )
     return found

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.worker.cuda.kernels.dependent import launch_options, wait
 from engine.worker.cuda.kernels.gemm import Epilogue, add_parts
 from engine.worker.cuda.kernels.tiling import Tiling
 
@@ -46,9 +47,11 @@ def product_kernel(
     SPLITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ADDED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: blocks of N × blocks of M × splits. With splits, float32 parts `[splits, M, N]` are
     stored, else the finished outputs. `out` is also what is added."""
+    wait(IS_DEPENDENT)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
@@ -132,6 +135,7 @@ def product(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **has,
+        **launch_options(x.device),
     )
     if tiling.splits > 1:
         add_parts(parts, out, Epilogue(bias=bias, add_to=add_to))

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.worker.cuda.kernels.dependent import launch_options, wait
 from engine.worker.cuda.kernels.tiling import Tiling
 
 REDUCED = 1024  # outputs per program of the second kernel
@@ -99,9 +100,11 @@ def product_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ADDED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: blocks of N × blocks of M × splits. With splits, float32 (or int32) parts
     `[splits, M, N]` are stored, else the finished outputs. `out` is also what is added."""
+    wait(IS_DEPENDENT)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
@@ -154,8 +157,10 @@ def reduce_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ADDED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: rows × blocks of N. Adds the parts in order and finishes the outputs."""
+    wait(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < N
@@ -225,6 +230,7 @@ def product(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **has,
+        **launch_options(x.device),
     )
     if tiling.splits > 1:
         add_parts(parts, out, epilogue)
@@ -248,4 +254,5 @@ def add_parts(parts: Tensor, out: Tensor, epilogue: Epilogue) -> None:
         HAS_BIAS=bias is not None,
         HAS_ADDED=add_to is not None,
         num_warps=4,
+        **launch_options(parts.device),
     )

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.worker.cuda.kernels.dependent import launch_options, wait
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -18,8 +20,10 @@ def kernel(
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: rows × heads. A part's share of its row is `2 ** (its sum - the row's)`."""
+    wait(IS_DEPENDENT)
     row, head = tl.program_id(0), tl.program_id(1)
     dims = tl.arange(0, DIM)
     start, end = tl.load(first + row), tl.load(first + row + 1)
@@ -57,4 +61,5 @@ def merge_parts(
         DIM=dim,
         HAS_SINKS=sinks is not None,
         num_warps=max(1, dim // 128),
+        **launch_options(out.device),
     )

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.worker.cuda.kernels.dependent import launch_options, wait
 from engine.worker.cuda.kernels.fp8 import to_fp8
 from engine.worker.cuda.kernels.reference import FP8, CacheRows
 
@@ -49,10 +50,11 @@ def kernel(
     BLOCK_HEADS: tl.constexpr,
     IS_FP8: tl.constexpr,
     WRITES_Q: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: tokens × (head blocks of q, then of k, then of v). Strides are in elements."""
-    token = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    wait(IS_DEPENDENT)
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     pair = tl.arange(0, BLOCK_HALF)[None, :]
@@ -182,4 +184,5 @@ def rope_and_cache_write(
         IS_FP8=cache.keys.dtype == FP8,
         WRITES_Q=angles is not None or q_out is not None,
         num_warps=4,
+        **launch_options(q.device),
     )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.worker.cuda.kernels.dependent import launch_options, wait
 from engine.worker.cuda.kernels.fp8 import to_fp8
 from engine.worker.cuda.kernels.reference import LARGEST, QuantizedRows
 
@@ -58,8 +59,10 @@ def quantize_kernel(
     HAS_NORM: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: rows. `GATE` 0: no gate, else x has twice `width` columns."""
+    wait(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < width
@@ -120,6 +123,7 @@ def _quantize(
         GATE=gate,
         BLOCK=block,
         num_warps=warps_for(block),
+        **launch_options(x.device),
     )
     return QuantizedRows(values, scales)
 

@@ -15,7 +15,7 @@ MOST_OF_64_ROWS = 255  # two; products of 64 rows and groups of 32 are bound by 
 
 
 @pytest.mark.process
-def test_all_kernels_compile_for_hopper_without_spilling_registers(
+def test_all_kernels_compile_for_hopper_spill_no_registers_and_wait_for_the_one_before(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     """Triton keeps what it has compiled, by its source: only changed kernels take long."""
@@ -46,3 +46,4 @@ def test_all_kernels_compile_for_hopper_without_spilling_registers(
         )
         assert each["registers"] <= (MOST_OF_64_ROWS if is_of_64_rows else MAX_REGISTERS), each
         assert each["shared_bytes"] <= 227 << 10, each
+        assert each["waits_first"] == (not each["name"].startswith("sample")), each
