@@ -4,8 +4,6 @@ Allowed are, relative (L2): 1e-2 for bfloat16 results, 2e-3 for float16; product
 held to their own integers or floats, expanded.
 """
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -17,8 +15,12 @@ from engine.worker.cuda.formats import FP8_BY_ROW
 from engine.worker.cuda.gpu import TorchGpu
 from engine.worker.cuda.kernels import library
 from engine.worker.cuda.kernels.reference import FP8, LARGEST
-from engine.worker.cuda.model.kernels import FlashInferKernels, fits
-from engine.worker.cuda.model.linears import EightBitLinear, fp8_linear, int8_linear
+from engine.worker.cuda.model.linears import (
+    EightBitLinear,
+    FastProducts,
+    fp8_linear,
+    int8_linear,
+)
 from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.cuda.model.weight_staging import Staging
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
@@ -39,14 +41,6 @@ def gpu() -> TorchGpu:
     return TorchGpu(0)
 
 
-@pytest.fixture(scope="module")
-def kernels(gpu: TorchGpu) -> FlashInferKernels:
-    if importlib.util.find_spec("flashinfer") is None:
-        pytest.skip("flashinfer is not installed")
-    prepare_environment(gpu.capability)
-    return FlashInferKernels()
-
-
 def noise(gpu: TorchGpu, *shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return made.to(gpu.place, dtype)
@@ -56,39 +50,40 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-def operators(
-    gpu: TorchGpu, kernels: FlashInferKernels | None, dtype: torch.dtype
-) -> CudaOperators:
-    return CudaOperators(gpu.place, dtype, "auto", kernels)
+def operators(gpu: TorchGpu, dtype: torch.dtype) -> CudaOperators:
+    """With our kernels of norms and gates; products are torch's."""
+    prepare_environment(gpu.capability)
+    rows = library.load(gpu.place, dtype).rows
+    assert rows is not None
+    return CudaOperators(gpu.place, dtype, "auto", FastProducts(rows))
 
 
 @pytest.mark.parametrize("dtype", ALLOWED)
-@pytest.mark.parametrize("hidden", [64, 896, 4096])
+@pytest.mark.parametrize("hidden", [64, 100, 896, 4096, 16384])
 @pytest.mark.parametrize("rows", [1, 7, 300])
-def test_norms(
-    gpu: TorchGpu, kernels: FlashInferKernels, dtype: torch.dtype, hidden: int, rows: int
-) -> None:
+def test_norms(gpu: TorchGpu, dtype: torch.dtype, hidden: int, rows: int) -> None:
     x = noise(gpu, rows, hidden, dtype=dtype)
     weight = noise(gpu, hidden, seed=1, dtype=dtype)
-    assert fits(hidden, dtype)
-    norm = operators(gpu, kernels, dtype).rms_norm(weight, 1e-5)
+    norm = operators(gpu, dtype).rms_norm(weight, 1e-5)
     plain = PLAIN.rms_norm(weight.float(), 1e-5)
     assert distance(norm(x), plain(x.float())) < ALLOWED[dtype]
     heads = noise(gpu, rows, 12, 64, seed=2, dtype=dtype)
     weight = noise(gpu, 64, seed=3, dtype=dtype)
     wanted = heads.float()
     PLAIN.rms_norm(weight.float(), 1e-5).apply_(wanted[:, 2:9])
-    operators(gpu, kernels, dtype).rms_norm(weight, 1e-5).apply_(heads[:, 2:9])
+    operators(gpu, dtype).rms_norm(weight, 1e-5).apply_(heads[:, 2:9])
     assert distance(heads, wanted) < ALLOWED[dtype]
+    assert torch.equal(norm(x)[:1], norm(x[:1])), "in any company the same bits"
 
 
 @pytest.mark.parametrize("dtype", ALLOWED)
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+@pytest.mark.parametrize(("rows", "width"), [(33, 4864), (3, 4865), (16384, 768)])
 def test_gated_activations(
-    gpu: TorchGpu, kernels: FlashInferKernels, dtype: torch.dtype, name: str
+    gpu: TorchGpu, dtype: torch.dtype, name: str, rows: int, width: int
 ) -> None:
-    x = noise(gpu, 33, 2 * 4864, dtype=dtype)
-    found = operators(gpu, kernels, dtype).activation(name, is_gated=True)(x)
+    x = noise(gpu, rows, 2 * width, dtype=dtype)
+    found = operators(gpu, dtype).activation(name, is_gated=True)(x)
     assert distance(found, PLAIN.activation(name, is_gated=True)(x.float())) < ALLOWED[dtype]
 
 
@@ -98,7 +93,7 @@ def test_linears(gpu: TorchGpu, dtype: torch.dtype, rows: int) -> None:
     x = noise(gpu, rows, 896, dtype=dtype)
     weights = [noise(gpu, count, 896, seed=count, dtype=dtype) for count in (896, 128)]
     bias, start = (noise(gpu, *shape, seed=9, dtype=dtype) for shape in ((1024,), (rows, 1024)))
-    linear = operators(gpu, None, dtype).linear(weights, bias)
+    linear = operators(gpu, dtype).linear(weights, bias)
     wanted = x.double() @ torch.cat(weights).double().T + bias.double()
     assert distance(linear(x), wanted) < ALLOWED[dtype]
     assert distance(linear(x, start.clone()), wanted + start.double()) < ALLOWED[dtype]

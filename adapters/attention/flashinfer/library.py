@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.modules import Build, attention_modules, build_side_by_side, norm
+from adapters.attention.flashinfer.modules import Build, attention_modules, build_side_by_side
 from adapters.attention.flashinfer.ports import (
     CapturedBuffers,
     CapturedWrapper,
@@ -25,7 +25,6 @@ from adapters.attention.flashinfer.ports import (
     RunsPaged,
 )
 from engine.errors import StartupError
-from engine.worker.cuda.build_environment import missing_norm_headers
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.library import has_fp8, load
 from engine.worker.cuda.kernels.reference import FP8
@@ -74,8 +73,6 @@ class FlashInfer:
     ) -> None:
         """Build side by side; a module that fails is built again, or replaced, at its first use."""
         modules = attention_modules(spec, kv_dtype, page_size, with_xqa=with_xqa)
-        if not missing_norm_headers():
-            modules.append(norm())
         build = Build(modules, logger.info)
         if build.missing:
             logger.info("compiling %d FlashInfer modules side by side", len(build.missing))

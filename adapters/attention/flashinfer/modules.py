@@ -1,7 +1,7 @@
 """The modules that FlashInfer compiles for a model, built side by side.
 
 FlashInfer compiles a module at its first use, so that a first start would compile one after the
-other: norm, FA2, and then XQA, a single source file, while the others' cores are idle.
+other: FA2, and then XQA, a single source file, while the other cores are idle.
 """
 
 import importlib
@@ -41,11 +41,6 @@ def xqa(dtype: torch.dtype, page_size: int, dim: int, group: int, *, window: boo
     """XQA for `group` query heads of each KV head."""
     make = importlib.import_module("flashinfer.jit.xqa").gen_xqa_module
     module: Module = make(dtype, dtype, page_size, dim, group, window, dtype)
-    return module
-
-
-def norm() -> Module:
-    module: Module = importlib.import_module("flashinfer.jit.norm").gen_norm_module()
     return module
 
 

@@ -1,8 +1,7 @@
 """The environment in which FlashInfer and Triton compile their kernels.
 
 FlashInfer reads these variables when it is imported. Variables that the operator has set are kept.
-Without a CUDA toolkit the one in NVIDIA's wheels is used (`wheel_toolkit`). A toolkit without the
-cuBLAS and cuRAND headers is completed from the wheels that torch brings; the driver library
+Without a CUDA toolkit the one in NVIDIA's wheels is used (`wheel_toolkit`). The driver library
 `libcuda.so`, which every module links, is found or linked to the driver's.
 """
 
@@ -11,15 +10,13 @@ import os
 from pathlib import Path
 
 from engine.worker.cuda.requirements import cuda_home, kernel_cache
-from engine.worker.cuda.wheel_toolkit import assembled, wheel_folders, wheel_toolkit
+from engine.worker.cuda.wheel_toolkit import assembled, wheel_toolkit
 
-NORM_HEADERS = ("cublasLt.h", "cublas_v2.h", "curand_kernel.h")  # included by FlashInfer's norm.cu
 DRIVER = "libcuda.so"
 
 
 def prepare_environment(capability: tuple[int, int]) -> None:
-    """Name the toolkit and the GPU architecture, forbid downloads, and add include and library
-    folders."""
+    """Name the toolkit and the GPU architecture, forbid downloads, and add library folders."""
     if (wheels := wheel_toolkit()) is not None and cuda_home() == wheels:
         os.environ["CUDA_HOME"] = str(assembled(wheels, kernel_cache()))
     major, minor = capability
@@ -27,30 +24,12 @@ def prepare_environment(capability: tuple[int, int]) -> None:
     wanted = {
         "FLASHINFER_CUDA_ARCH_LIST": f"{major}.{minor}{suffix}",
         "FLASHINFER_NO_DOWNLOAD": "1",
-        "FLASHINFER_USE_CUDA_NORM": "1",
         "TRITON_DEFAULT_FP_FUSION": "1",  # its default differs between versions, and so would bits
-        "FLASHINFER_EXTRA_CUDAFLAGS": " ".join(f"-isystem {each}" for each in wheel_includes()),
         "FLASHINFER_EXTRA_LDFLAGS": " ".join(f"-L{each}" for each in driver_folders()),
     }
     for name, value in wanted.items():
         if value:
             os.environ.setdefault(name, value)
-
-
-def missing_norm_headers() -> tuple[str, ...]:
-    """The headers of FlashInfer's norm kernels that no include folder has."""
-    folders = [cuda_home() / "include", *wheel_includes()]
-    return tuple(
-        name for name in NORM_HEADERS if not any((each / name).is_file() for each in folders)
-    )
-
-
-def wheel_includes() -> list[Path]:
-    """Include folders of NVIDIA wheels with headers that the CUDA toolkit lacks."""
-    toolkit = cuda_home() / "include"
-    lacking = [name for name in NORM_HEADERS if not (toolkit / name).is_file()]
-    folders = [each / "include" for each in reversed(wheel_folders())]
-    return [each for each in folders if any((each / name).is_file() for name in lacking)]
 
 
 def driver_folders() -> list[Path]:

@@ -2,24 +2,23 @@
 that is left."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from engine.errors import StartupError
 from engine.transport.process_memory import available_bytes
-from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
+from engine.worker.cuda.build_environment import prepare_environment
 from engine.worker.cuda.formats import kv_format, reported, weight_format, why_not_fp8
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, load
 from engine.worker.cuda.memory import GpuMemory, check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
-from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels
 from engine.worker.cuda.model.linears import FastProducts
 from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.cuda.model.weight_staging import OnDevice
-from engine.worker.cuda.requirements import has_cached_kernels, missing
+from engine.worker.cuda.requirements import missing
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.cuda.step.arena import StepArena
 from engine.worker.cuda.step.build import arena_capacity, with_graphs
@@ -93,7 +92,6 @@ class CudaDevice:
         self,
         settings: WorkerSettings,
         gpu: Gpu,
-        kernels: Kernels | None = None,
         preferred: PreferredFormat | None = None,
         triton: TritonKernels = NO_KERNELS,
     ) -> None:
@@ -116,10 +114,8 @@ class CudaDevice:
         size = settings.kv.block_size
         self.memory = GpuMemory(gpu.place, self._streams, self.formats, size)
         is_plain = self.attentions == (PLAIN_ATTENTION,) or dtype is torch.float32
-        self._kernels = None if is_plain else kernels
         self._triton = NO_KERNELS if is_plain else triton
         self._check_invariance()
-        self._operators: CudaOperators | None = None  # set by `operators`
         self._transfers: DeviceTransfers | None = None  # made by `transfers`
         self._progress: Progress = _no_progress  # replaced by `prepare`
 
@@ -132,9 +128,9 @@ class CudaDevice:
         prepare_environment(gpu.capability)
         dtype = choose_dtype("--dtype", settings.kernels.dtype, DTYPES, "cuda")
         if settings.kernels.attention == PLAIN_ATTENTION or dtype is torch.float32:
-            return cls(settings, gpu, None, preferred)
+            return cls(settings, gpu, preferred)
         triton = load(gpu.place, dtype, settings.kernels.kernel_choices)
-        return cls(settings, gpu, row_kernels(), preferred, triton)
+        return cls(settings, gpu, preferred, triton)
 
     @staticmethod
     def missing(settings: WorkerSettings) -> str:
@@ -150,36 +146,34 @@ class CudaDevice:
         check_weights(self._gpu, self._settings.kernels.gpu_memory_utilization, num_bytes)
 
     def beside(self, preferred: PreferredFormat) -> "CudaDevice":
-        return CudaDevice(self._settings, self._gpu, self._kernels, preferred, self._triton)
+        return CudaDevice(self._settings, self._gpu, preferred, self._triton)
 
     def operators(self) -> Operators:
         """Operators that place weights on the GPU in the configured weight format."""
         triton = self._triton
         fast = FastProducts(
-            triton.quantization,
+            triton.rows,
             triton.gemm,
             triton.four_bit,
             triton.fp8_weights,
             self._settings.kernels.batch_invariant,
         )
-        self._operators = CudaOperators(
+        return CudaOperators(
             self._gpu.place,
             self.formats.dtype,
             self._format,
-            self._kernels,
             fast,
             DeviceSampling(self._gpu.put, triton.sampling.sample) if triton.sampling else None,
             self._others,
             multiplies_fp8=why_not_fp8(self._gpu, self.formats.dtype) == "",
         )
-        return self._operators
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
         """The model with norms and gates fused into 8-bit linears.
 
         On a GPU steps are captured as CUDA graphs, by `replaying`.
         """
-        return fused(model, self._triton.quantization)
+        return fused(model, self._triton.rows)
 
     def source(
         self, weights: WeightSource, cache: PackedCache, num_bytes: int
@@ -199,9 +193,8 @@ class CudaDevice:
         Every kernel runs once before the measurement, so that kernels which were never run on
         this machine are compiled first.
         """
-        first_runs = {} if self._operators is None else dict(self._operators.first_runs)
         with fitting(self._gpu):
-            warm_up({**first_runs, "attention and all else": profile_run}, self._progress)
+            warm_up(profile_run, self._progress)
         share = min(1.0, self._graph_sizes.largest / self._settings.max_batch_tokens)
         utilization = self._settings.kernels.gpu_memory_utilization
         budget = measure(self._gpu, utilization, share, profile_run)
@@ -261,32 +254,17 @@ class CudaDevice:
         return GraphSizes(graph_sizes(decodes), mixed_sizes(mixed))
 
 
-def row_kernels() -> Kernels:
-    """FlashInfer's norm and gates; without its norm where that cannot be compiled here."""
-    lacking = () if has_cached_kernels() else missing_norm_headers()
-    if not lacking:
-        return FlashInferKernels()
-    logger.warning(
-        "FlashInfer's RMS norm cannot be compiled (no %s in the CUDA toolkit or wheels);"
-        " using torch's, which is slower",
-        ", ".join(lacking),
-    )
-    return FlashInferKernels(has_norm=False)
-
-
-def warm_up(runs: Mapping[str, Callable[[], object]], progress: Progress) -> None:
-    """Run each function once; raises `StartupError` naming the one that fails to compile or
-    run."""
-    progress("kernels", 0, len(runs))
-    for done, (name, run) in enumerate(runs.items(), 1):
-        try:
-            run()
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, OSError) as error:
-            line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise StartupError(f"kernels for {name} cannot be compiled or run: {line}") from error
-        progress("kernels", done, len(runs))
+def warm_up(run: Callable[[], object], progress: Progress) -> None:
+    """Run once; raises `StartupError` if a kernel fails to compile or run."""
+    progress("kernels", 0, 1)
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, OSError) as error:
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise StartupError(f"kernels cannot be compiled or run: {line}") from error
+    progress("kernels", 1, 1)
 
 
 def _no_progress(what: str, done: int, total: int) -> None:

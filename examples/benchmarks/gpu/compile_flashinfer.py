@@ -5,8 +5,8 @@
 
 Needs FlashInfer, nvcc, ninja and a C++ compiler. A CUDA_HOME without a toolkit can be made of
 wheels: `pip install --target D nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
-nvidia-cuda-cccl nvidia-curand nvidia-cublas` has one at D/nvidia/cu13. Objects are compiled for
-sm_90a and not linked, since linking needs the driver's library. Each module takes CPU minutes.
+nvidia-cuda-cccl` has one at D/nvidia/cu13. Objects are compiled for sm_90a and not linked, since
+linking needs the driver's library. Each module takes CPU minutes.
 """
 
 import argparse

@@ -90,7 +90,20 @@ def _rope() -> Iterator[Variant]:
 
 
 def _rows() -> Iterator[Variant]:
-    warps = import_module(f"{PACKAGE}.rows").warps_for
+    module = import_module(f"{PACKAGE}.rows")
+    warps = module.warps_for
+    types = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"}
+    constants: dict[str, object]
+    for heads, block in ((1, 4096), (1, module.MAX_PAIR_WIDTH), (8, 128)):
+        constants, options = (
+            {"BLOCK_HEADS": heads, "BLOCK": block},
+            {"num_warps": warps(heads * block)},
+        )
+        yield Variant("rows", "norm_kernel", f"norm {heads} x {block}", types, constants, options)
+    for name in ("silu", "gelu", "gelu_new"):
+        constants = {"GATE": module.GATES[name], "BLOCK": module.GATED_COLUMNS}
+        options = {"num_warps": warps(module.GATED_COLUMNS)}
+        yield Variant("rows", "gate_kernel", f"gate {name}", types, constants, options)
     for kept, most in (("i8", 127.0), ("fp8e4nv", 448.0)):
         for name, block, norm, act in (
             ("quantize", 4096, False, 0),
@@ -99,7 +112,7 @@ def _rows() -> Iterator[Variant]:
             ("silu and quantize", 16384, False, 1),
         ):
             types = {"x": "*bf16", "weight": "*bf16", "values": f"*{kept}", "scales": "*fp32"}
-            constants: dict[str, object] = {"MOST": most, "IS_INT8": kept == "i8"}
+            constants = {"MOST": most, "IS_INT8": kept == "i8"}
             constants |= {"HAS_NORM": norm, "GATE": act}
             yield Variant(
                 "rows",

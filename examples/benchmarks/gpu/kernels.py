@@ -10,7 +10,6 @@ cut short goes on where it ended.
 """
 
 import argparse
-import importlib
 import json
 import shutil
 import sys
@@ -24,37 +23,29 @@ from adapters.attention.flashinfer.modules import (
     build_side_by_side,
     fa2,
     is_built,
-    norm,
     xqa,
 )
 
-GATES = ("silu", "gelu", "gelu_tanh")
-NUM_FIRST = 4  # norm, which some machines cannot build, FA2, XQA and the gate of Llama
+NUM_FIRST = 2  # FA2 and XQA of Llama
 PAGE = 16  # tokens of a block
 PACKED = ((128, 4), (128, 7), (64, 7))  # head size and query heads per KV head: Llama, two Qwen
 
 
 def specs() -> list[Module]:
-    """FlashInfer's build specifications: norm, gates, and attention in each dtype, by FA2 and
-    XQA. The first `NUM_FIRST` are Llama's."""
+    """FlashInfer's build specifications: attention in each dtype, by FA2 and XQA. The first
+    `NUM_FIRST` are Llama's."""
     import torch
 
-    from engine.worker.cuda.build_environment import missing_norm_headers
-
     half, fp8 = torch.bfloat16, torch.float8_e4m3fn
-    gate = importlib.import_module("flashinfer.jit.activation").gen_act_and_mul_module
 
     def plain(q: torch.dtype, kv: torch.dtype, dim: int, *, window: bool = False) -> Module:
         return fa2(q, kv, dim, window=window, soft_cap=False)
 
-    found: list[Module] = [] if missing_norm_headers() else [norm()]
     packed = [xqa(half, PAGE, dim, group, window=False) for dim, group in PACKED]
-    found += [plain(half, half, 128), packed[0], gate(GATES[0])]
-    found += [plain(half, half, 128, window=True)]
+    found = [plain(half, half, 128), packed[0], plain(half, half, 128, window=True)]
     found += [plain(half, half, 64, window=each) for each in (False, True)]
     found += [plain(torch.float16, torch.float16, 128), plain(half, fp8, 128), *packed[1:]]
-    found += [plain(half, half, dim) for dim in (256, 512)]
-    return found + [gate(name) for name in GATES[1:]]
+    return found + [plain(half, half, dim) for dim in (256, 512)]
 
 
 def llama_first(modules: Sequence[Module]) -> None:

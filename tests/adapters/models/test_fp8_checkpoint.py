@@ -130,7 +130,7 @@ def test_a_gpu_computes_with_the_weights_as_they_are_stored(
     settings = settings_for(tmp_path, "reference", dtype="bfloat16", kv_dtype="auto")
     gpu = StandingGpu(total_bytes=1 << 31, capability=capability)
     preferred = Checkpoint.open(str(tmp_path)).preferred_format
-    device = CudaDevice(settings, gpu, None, preferred)
+    device = CudaDevice(settings, gpu, preferred)
     worker = Worker.load(settings, lambda *_: None, device)
     assert worker.report.weights == "fp8"
     assert bool(linears) == (scheme == "blocks" or capability < (9, 0))

@@ -52,7 +52,7 @@ class TritonKernels:
     """Modules with verified kernels; None where a kernel is not used."""
 
     rope_and_cache_write: ModuleType | None = None
-    quantization: ModuleType | None = None
+    rows: ModuleType | None = None
     sampling: ModuleType | None = None
     gemm: ModuleType | None = None
     four_bit: ModuleType | None = None
@@ -92,9 +92,20 @@ class Trial:
         for one, other in zip(*found, strict=True):
             check("RoPE and cache write", one, other)
 
-    def quantization(self, module: ModuleType) -> None:
-        """Rows in int8, and in fp8 where the GPU has it, after norm and gate."""
+    def rows(self, module: ModuleType) -> None:
+        """Norms, also of heads in place, gates, and after them rows in int8, and in fp8 where the
+        GPU has it."""
         x, weight = self.noise(3, 96), self.noise(96, seed=1)
+        found = []
+        for kernels in (module, reference):
+            heads = self.noise(3, 4, 96, seed=2)
+            outs = torch.empty_like(x), heads[:, 1:], x.new_empty(3, 48)
+            kernels.rms_norm(x, weight, 1e-5, outs[0])
+            kernels.rms_norm(outs[1], weight, 1e-5, outs[1])
+            kernels.gated("silu", x, outs[2])
+            found.append(outs)
+        for what, one, other in zip(("norm", "norm of heads", "gate"), *found, strict=True):
+            check(what, one, other)
         for dtype in (torch.int8, FP8) if has_fp8(self.place) else (torch.int8,):
             pairs = (
                 (module.quantize_rows(x, dtype), reference.quantize_rows(x, dtype)),
@@ -181,7 +192,7 @@ class Trial:
 
 TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "rope_and_cache_write": ("rope_and_cache_write", Trial.rope_and_cache_write),
-    "quantization": ("rows", Trial.quantization),
+    "rows": ("rows", Trial.rows),
     "sampling": ("sampling", Trial.sampling),
     "gemm": ("gemm", Trial.gemm),
     "four_bit": ("four_bit", Trial.four_bit),

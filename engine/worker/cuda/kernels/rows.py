@@ -1,8 +1,9 @@
-"""A kernel with one program per row: RMS norm, a gated activation or neither, followed by the
-quantization of the row to int8 or fp8 with one scale.
+"""RMS norm, gated activations, and the quantization of rows to int8 or fp8 with one scale each,
+alone or in one launch with the norm or gate before it.
 
-A row is kept in registers, so that it is read once. Everything is computed in float32; what is
-quantized is first rounded to the dtype of the activations, as when norm and gate are separate.
+What a norm or a scale is computed from is kept in registers, so that it is read once. Everything is
+computed in float32; what is quantized is first rounded to the dtype of the activations, as when
+norm and gate are separate. A row's result does not depend on the number of rows.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -13,36 +14,74 @@ from torch import Tensor
 
 from engine.worker.cuda.kernels.dependent import launch_options, wait
 from engine.worker.cuda.kernels.fp8 import to_fp8
+from engine.worker.cuda.kernels.gates import GATES, activated
 from engine.worker.cuda.kernels.reference import LARGEST, QuantizedRows
 
 MAX_WIDTH = 32768  # a row up to this width is kept in registers
-MAX_GATED_WIDTH = 16384  # a product up to this width is; its two factors are kept as well
-SILU, GELU, GELU_TANH = 1, 2, 3
-GATES = {
-    "silu": SILU,
-    "swish": SILU,
-    "gelu": GELU,
-    "gelu_new": GELU_TANH,
-    "gelu_pytorch_tanh": GELU_TANH,
-}
+MAX_PAIR_WIDTH = 16384  # a row up to this width is, with the weights of its norm or its gates
+HEADS_ELEMENTS = 1024  # of the heads of a row that a program norms
+GATED_COLUMNS = 2048  # per program, where the products are not quantized
 
 
 @triton.jit
-def _normed(x, weight, eps, width, columns, dtype: tl.constexpr):
-    mean_square = tl.sum(x * x, axis=0) / width
+def _normed(x, mean_square, weight, eps, width, columns, dtype: tl.constexpr):
     factors = tl.load(weight + columns, mask=columns < width, other=0.0).to(tl.float32)
-    return (x * (1.0 / tl.sqrt_rn(mean_square + eps)) * factors).to(dtype).to(tl.float32)
+    return (x * (1.0 / tl.sqrt_rn(mean_square + eps)) * factors).to(dtype)
 
 
 @triton.jit
-def _activated(x, GATE: tl.constexpr):
-    if GATE == 1:
-        return x / (1.0 + tl.exp(-x))
-    elif GATE == 2:
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        return x / (1.0 + tl.exp(-2.0 * inner))  # 0.5 * (1 + tanh(y)) = sigmoid(2 y)
+def _gated(at, width, mask, GATE: tl.constexpr, dtype: tl.constexpr):
+    left = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    right = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
+    return (activated(left, GATE) * right).to(dtype)
+
+
+@triton.jit
+def norm_kernel(
+    x,
+    weight,
+    out,
+    x_row,
+    x_head,
+    out_row,
+    out_head,
+    num_heads,
+    width,
+    eps,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Grid: rows × blocks of heads."""
+    wait(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = (head < num_heads) & (columns < width)
+    at = x + row * x_row + head * x_head + columns
+    found = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    mean_square = (tl.sum(found * found, axis=1) / width)[:, None]
+    normed = _normed(found, mean_square, weight, eps, width, columns, out.dtype.element_ty)
+    tl.store(out + row * out_row + head * out_head + columns, normed, mask=mask)
+
+
+@triton.jit
+def gate_kernel(
+    x,
+    out,
+    x_row,
+    width,
+    GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """Grid: rows × blocks of columns."""
+    wait(IS_DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    found = _gated(x + row * x_row + columns, width, mask, GATE, out.dtype.element_ty)
+    tl.store(out + row * width + columns, found, mask=mask)
 
 
 @triton.jit
@@ -67,12 +106,14 @@ def quantize_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < width
     at = x + row * x_row + columns
-    found = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        found = _normed(found, weight, eps, width, columns, x.dtype.element_ty)
+    dtype: tl.constexpr = x.dtype.element_ty
     if GATE != 0:
-        right = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
-        found = (_activated(found, GATE) * right).to(x.dtype.element_ty).to(tl.float32)
+        found = _gated(at, width, mask, GATE, dtype).to(tl.float32)
+    else:
+        found = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        mean_square = tl.sum(found * found, axis=0) / width
+        found = _normed(found, mean_square, weight, eps, width, columns, dtype).to(tl.float32)
     largest = tl.max(tl.abs(found), axis=0)
     scale = tl.where(largest > 0, tl.div_rn(largest, MOST), 1.0)
     scale += tl.sum(found * 0.0, axis=0)  # NaN if the row has NaN or infinity: max ignores NaN
@@ -84,6 +125,51 @@ def quantize_kernel(
     else:
         tl.store(to, to_fp8(steps), mask=mask)
     tl.store(scales + row, scale)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """See `reference.rms_norm`; `[rows, width]` or `[rows, heads, width]`, rows and heads may be
+    strided."""
+    assert x.stride(-1) == out.stride(-1) == 1, "numbers of a row are adjacent"
+    if x.ndim == 2:
+        x, out = x[:, None], out[:, None]
+    rows, heads, width = x.shape
+    block = triton.next_power_of_2(width)
+    block_heads = min(triton.next_power_of_2(heads), max(1, HEADS_ELEMENTS // block))
+    norm_kernel[(rows, triton.cdiv(heads, block_heads))](
+        x,
+        weight,
+        out,
+        x.stride(0),
+        x.stride(1),
+        out.stride(0),
+        out.stride(1),
+        heads,
+        width,
+        eps,
+        BLOCK_HEADS=block_heads,
+        BLOCK=block,
+        num_warps=warps_for(block_heads * block),
+        **launch_options(x.device),
+    )
+
+
+def gated(name: str, x: Tensor, out: Tensor) -> None:
+    """See `reference.gated`; `[rows, 2 * width]` to `[rows, width]`, rows of x may be strided."""
+    assert x.stride(1) == 1, "numbers of a row are adjacent"
+    assert out.is_contiguous(), "products are contiguous"
+    rows, width = out.shape
+    block = min(GATED_COLUMNS, triton.next_power_of_2(width))
+    gate_kernel[(rows, triton.cdiv(width, block))](
+        x,
+        out,
+        x.stride(0),
+        width,
+        GATE=GATES[name],
+        BLOCK=block,
+        num_warps=warps_for(block),
+        **launch_options(x.device),
+    )
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> QuantizedRows:

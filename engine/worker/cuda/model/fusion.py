@@ -88,7 +88,7 @@ def _fused_layer(layer: Layer, kernels: ModuleType) -> Layer:
 
 def _normed(norm: Norm | None, linear: Linear, kernels: ModuleType) -> Linear | None:
     """The linear with the norm before it; None if the kernels do not take one of them."""
-    if not fits(linear, kernels.MAX_WIDTH):
+    if not fits(linear, kernels.MAX_PAIR_WIDTH):
         return None
     if isinstance(norm, FusedRmsNorm | RmsNorm):
         return NormedLinear(norm.weight, norm.eps, linear, kernels)
@@ -119,6 +119,6 @@ def _gated(gate: FusedGate, down: Linear, kernels: ModuleType) -> Linear | None:
     if isinstance(down, RowParallelLinear):
         part = _gated(gate, down.part, kernels)
         return None if part is None else replace(down, part=part)
-    if not fits(down, kernels.MAX_GATED_WIDTH):
+    if not fits(down, kernels.MAX_PAIR_WIDTH):
         return None
     return GatedLinear(gate.name, down, kernels)

@@ -26,9 +26,9 @@ FP8_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class FastProducts:
-    """Our Triton kernels for 8-bit rows, products of few rows and 4-bit weights; without them torch
-    is used. Batch-invariant products have one tiling, so that a row's result does not depend on
-    others."""
+    """Our Triton kernels for norms, gates and 8-bit rows, products of few rows, and 4-bit and fp8
+    weights; without them torch is used. Batch-invariant products have one tiling, so that a row's
+    result does not depend on others."""
 
     rows: ModuleType | None = None
     gemm: ModuleType | None = None

@@ -1,9 +1,10 @@
-"""Layer operators on a GPU: torch GEMMs, and FlashInfer kernels for norms and activations."""
+"""Layer operators on a GPU: products by torch or our kernels, and our norms and gates."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from engine.worker.cuda.model.experts import (
 )
 from engine.worker.cuda.model.four_bit import HALVES, are_in_4_bits, four_bit_linear, packed
 from engine.worker.cuda.model.fp8_weights import Fp8WeightLinear, stacked_fp8
-from engine.worker.cuda.model.kernels import Kernels, fits
 from engine.worker.cuda.model.linears import (
     FP8_ALIGNMENT,
     PLAIN,
@@ -55,7 +55,6 @@ LINEARS: dict[str, MakesLinear] = {
     "int4": four_bit_linear,
     "fp8": fp8_linear,
 }
-TRIAL_WIDTH = 64  # output width of a gate's first run, which compiles it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class FusedRmsNorm:
 
     weight: Tensor
     eps: float
-    kernels: Kernels
+    kernels: ModuleType  # `kernels.rows`
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -80,15 +79,11 @@ class FusedGate:
     """A gated activation in one kernel; `name` is Hugging Face's."""
 
     name: str
-    gate: Callable[[Tensor, Tensor], None]
-    fallback: Callable[[Tensor], Tensor]
+    kernels: ModuleType  # `kernels.rows`
 
     def __call__(self, x: Tensor) -> Tensor:
-        width = x.shape[1] // 2
-        if not fits(width, x.dtype):
-            return self.fallback(x)
-        y = torch.empty((len(x), width), dtype=x.dtype, device=x.device)
-        self.gate(x, y)
+        y = torch.empty((len(x), x.shape[1] // 2), dtype=x.dtype, device=x.device)
+        self.kernels.gated(self.name, x, y)
         return y
 
 
@@ -97,8 +92,8 @@ class CudaOperators(TorchOperators):
     the checkpoint's own format, in 4 bits if all its codes have 4, and in `others` where there is
     no such linear.
 
-    Plain torch is used without `kernels`, and for LayerNorm, float32, and activations or widths for
-    which there is no kernel.
+    Plain torch is used without the kernels in `fast`, and for LayerNorm, and activations or widths
+    for which there is no kernel.
     """
 
     def __init__(
@@ -106,7 +101,6 @@ class CudaOperators(TorchOperators):
         place: torch.device,
         dtype: torch.dtype,
         weights: str,
-        kernels: Kernels | None,
         fast: FastProducts = PLAIN,
         sampling: SamplingOperators | None = None,
         others: str = "",
@@ -117,12 +111,10 @@ class CudaOperators(TorchOperators):
         self._dtype = dtype
         self._weights = weights
         self._others = others
-        self._kernels = kernels
         self._fast = fast
         self._multiplies_fp8 = multiplies_fp8
         self.sampling = sampling or TorchSampling()
         self._logged: set[str] = set()  # reasons
-        self.first_runs: dict[str, Callable[[], object]] = {}  # compile the model's kernels
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
         parts = [loaded(weight) for weight in weights]
@@ -210,25 +202,13 @@ class CudaOperators(TorchOperators):
         return tensor.to(self._place)
 
     def rms_norm(self, weight: Tensor, eps: float) -> Norm:
-        if not self._has_norm(len(weight)):
+        rows = self._fast.rows
+        if rows is None or len(weight) > rows.MAX_PAIR_WIDTH:
             return super().rms_norm(weight, eps)
-        assert self._kernels is not None, "a norm kernel exists"
-        norm = FusedRmsNorm(weight, eps, self._kernels)
-        self.first_runs.setdefault("norms", lambda: norm(self._zeros(len(weight))))
-        return norm
+        return FusedRmsNorm(weight, eps, rows)
 
     def activation(self, name: str, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
-        plain = super().activation(name, is_gated=is_gated)
-        gate = self._kernels.gated(name) if self._kernels is not None and is_gated else None
-        if gate is None:
-            return plain
-        fused = FusedGate(name, gate, plain)
-        self.first_runs.setdefault(name, lambda: fused(self._zeros(2 * TRIAL_WIDTH)))
-        return fused
-
-    def _has_norm(self, width: int) -> bool:
-        kernels = self._kernels
-        return kernels is not None and kernels.has_norm and fits(width, self._dtype)
-
-    def _zeros(self, width: int) -> Tensor:
-        return torch.zeros(1, width, dtype=self._dtype, device=self._place)
+        rows = self._fast.rows
+        if rows is None or not is_gated or name not in rows.GATES:
+            return super().activation(name, is_gated=is_gated)
+        return FusedGate(name, rows)

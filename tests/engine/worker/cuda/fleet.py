@@ -50,7 +50,7 @@ def gpus(
         def load(index: int) -> Worker:
             settings = gpu_settings(model, placement=places[index], **changes)
             own = kernels[index] if kernels else NO_KERNELS
-            device = CudaDevice(settings, devices[index], None, preferred, own)
+            device = CudaDevice(settings, devices[index], preferred, own)
             if has_graphs:
                 device = StandInDevice(settings, devices[index])
             return Worker.load(settings, lambda what, done, total: None, device)

@@ -39,7 +39,7 @@ def load_stored(
     """A worker that computes in the formats that the checkpoint prefers, with these kernels."""
     settings, gpu = gpu_settings(model, dtype=dtype), StandingGpu(total_bytes=1 << 31)
     preferred = Checkpoint.open(str(model)).preferred_format
-    device = CudaDevice(settings, gpu, None, preferred)
+    device = CudaDevice(settings, gpu, preferred)
     device._triton = kernels  # reference attention would leave them out
     return Worker.load(settings, lambda *_: None, device)
 

@@ -3,12 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.cuda import build_environment, device, requirements
-from engine.worker.cuda.build_environment import (
-    NORM_HEADERS,
-    missing_norm_headers,
-    prepare_environment,
-)
+from engine.worker.cuda import build_environment, requirements
+from engine.worker.cuda.build_environment import prepare_environment
 from engine.worker.cuda.wheel_toolkit import assembled
 
 
@@ -34,29 +30,16 @@ def header(folder: Path, *names: str) -> Path:
 def test_the_architecture_is_named_downloads_are_forbidden_and_set_variables_are_kept(
     capability: tuple[int, int], named: str, environ: dict[str, str], tmp_path: Path
 ) -> None:
-    header(tmp_path / "cuda" / "include", *NORM_HEADERS)
     prepare_environment(capability)
     assert {name: value for name, value in environ.items() if "PYTEST" not in name} == {
         "CUDA_HOME": str(tmp_path / "cuda"),
         "FLASHINFER_CUDA_ARCH_LIST": named,
         "FLASHINFER_NO_DOWNLOAD": "1",
-        "FLASHINFER_USE_CUDA_NORM": "1",
         "TRITON_DEFAULT_FP_FUSION": "1",
     }
     environ["FLASHINFER_CUDA_ARCH_LIST"] = "8.0"
     prepare_environment(capability)
     assert environ["FLASHINFER_CUDA_ARCH_LIST"] == "8.0"
-
-
-def test_headers_that_the_toolkit_lacks_come_from_wheels(
-    environ: dict[str, str], tmp_path: Path
-) -> None:
-    header(tmp_path / "cuda" / "include", "cublasLt.h")
-    assert missing_norm_headers() == ("cublas_v2.h", "curand_kernel.h")
-    wheel = header(tmp_path / "site" / "nvidia" / "cu13" / "include", *NORM_HEADERS)
-    assert missing_norm_headers() == ()
-    prepare_environment((9, 0))
-    assert environ["FLASHINFER_EXTRA_CUDAFLAGS"] == f"-isystem {wheel}"
 
 
 def test_the_driver_library_is_linked_from_stubs_or_by_a_link_to_the_driver(
@@ -74,19 +57,10 @@ def test_the_driver_library_is_linked_from_stubs_or_by_a_link_to_the_driver(
     assert environ["FLASHINFER_EXTRA_LDFLAGS"] == f"-L{stubs}"
 
 
-def test_missing_norm_headers_are_named_and_only_the_norm_falls_back(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(device, "has_cached_kernels", lambda: False)
-    monkeypatch.setattr(device, "FlashInferKernels", lambda has_norm: f"norm {has_norm}")
-    assert str(device.row_kernels()) == "norm False"
-    assert "cublasLt.h, cublas_v2.h, curand_kernel.h" in caplog.text
-
-
 def wheels(site: Path) -> Path:
     """The files that NVIDIA's wheels of a CUDA compiler unpack, as far as links need them."""
     folder = site / "nvidia" / "cu13"
-    header(folder / "include", *NORM_HEADERS)
+    header(folder / "include", "cuda_runtime.h")
     header(folder / "bin", "nvcc", "ptxas")
     header(folder / "nvvm" / "bin", "cicc")
     header(folder / "lib", "libcudart.so.13", "libcudart_static.a")
@@ -105,14 +79,13 @@ def test_without_a_toolkit_the_one_in_the_wheels_is_used(
     prepare_environment((9, 0))
     home = Path(environ["CUDA_HOME"])
     assert home.is_relative_to(tmp_path / "cache")
-    for name in ("bin/nvcc", "bin/ptxas", "nvvm/bin/cicc", "include/cublasLt.h"):
+    for name in ("bin/nvcc", "bin/ptxas", "nvvm/bin/cicc", "include/cuda_runtime.h"):
         assert (home / name).samefile(folder / name)
     library = folder / "lib" / "libcudart.so.13"
     assert (home / "lib64" / "libcudart.so").samefile(library)
     assert (home / "lib64" / "libcudart.so.13").samefile(library)
     assert (home / "lib64" / "libcudart_static.a").is_file()
     assert requirements.nvcc() == home / "bin" / "nvcc"
-    assert "FLASHINFER_EXTRA_CUDAFLAGS" not in environ, "the toolkit has all headers"
 
 
 def test_the_links_to_the_wheels_follow_an_upgrade(tmp_path: Path) -> None:

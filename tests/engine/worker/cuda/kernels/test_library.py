@@ -33,11 +33,11 @@ def test_a_kernel_that_computes_something_else_is_not_used_and_is_named(
         rows, "norm_and_quantize", lambda x, weight, eps, dtype: rows.quantize_rows(x, dtype)
     )
     kernels = library.load(CPU, torch.float16)
-    assert kernels.quantization is None
+    assert kernels.rows is None
     assert kernels.gemm is not None
     assert kernels.fp8_weights is not None
     (line,) = caplog.messages
-    assert line.startswith("Triton kernel quantization is not used, torch takes its place: quant")
+    assert line.startswith("Triton kernel rows is not used, torch takes its place: quant")
 
 
 def test_a_kernel_that_does_not_compile_is_not_used_and_is_named(
@@ -49,7 +49,7 @@ def test_a_kernel_that_does_not_compile_is_not_used_and_is_named(
     monkeypatch.setattr(rows, "quantize_rows", fails)
     with caplog.at_level(logging.WARNING):
         kernels = library.load(CPU, torch.float16)
-    assert kernels.quantization is None
+    assert kernels.rows is None
     assert caplog.messages == [
-        "Triton kernel quantization is not used, torch takes its place: ptxas failed"
+        "Triton kernel rows is not used, torch takes its place: ptxas failed"
     ]

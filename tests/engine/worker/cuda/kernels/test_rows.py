@@ -1,4 +1,4 @@
-"""Norm, gate and quantization kernels under Triton's interpreter against plain torch."""
+"""Kernels of norms, gates and quantization under Triton's interpreter against plain torch."""
 
 import pytest
 import torch
@@ -56,6 +56,56 @@ def test_norm_and_gate_are_fused_with_quantization(dtype: torch.dtype) -> None:
     for name in rows.GATES:
         found = rows.gate_and_quantize(name, x, dtype)
         assert_same(found, reference.gate_and_quantize(name, x, dtype))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    shape=st.sampled_from([(1, None), (5, None), (3, 1), (2, 7), (1, 40)]),
+    width=widths,
+    dtype=st.sampled_from(DTYPES),
+    in_place=st.booleans(),
+)
+def test_norms_of_rows_and_heads_that_lie_apart(
+    shape: tuple[int, int | None], width: int, dtype: torch.dtype, in_place: bool
+) -> None:
+    count, heads = shape
+    sizes = (count, 2 * width) if heads is None else (count, heads + 2, width + 3)
+    whole = noise(*sizes, dtype=dtype)
+    x = whole[:, :width] if heads is None else whole[:, 1 : heads + 1, 3:]
+    before, weight = whole.clone(), noise(width, seed=1, dtype=dtype)
+    wanted = torch.empty_like(x)
+    reference.rms_norm(x, weight, 1e-5, wanted)
+    found = x if in_place else torch.full_like(x, torch.nan)
+    rows.rms_norm(x, weight, 1e-5, found)
+    torch.testing.assert_close(found, wanted)
+    x.copy_(before[:, :width] if heads is None else before[:, 1 : heads + 1, 3:])
+    assert torch.equal(whole, before), "only these rows are written"
+
+
+def test_a_norm_of_a_row_is_the_same_in_any_company() -> None:
+    x, weight = noise(20, 3, 100), noise(100, seed=1)
+    together, alone = torch.empty_like(x), torch.empty_like(x[7:8])
+    rows.rms_norm(x, weight, 1e-5, together)
+    rows.rms_norm(x[7:8], weight, 1e-5, alone)
+    assert torch.equal(together[7], alone[0])
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    count=st.integers(1, 5),
+    width=st.sampled_from([1, 5, 100, 2048, 2500]),
+    dtype=st.sampled_from(DTYPES),
+    name=st.sampled_from(sorted(rows.GATES)),
+)
+def test_gates_of_any_width_are_torchs(
+    count: int, width: int, dtype: torch.dtype, name: str
+) -> None:
+    x = 3 * noise(count, 2 * width + 5, dtype=dtype)[:, : 2 * width]
+    wanted = torch.empty(count, width, dtype=dtype)
+    found = torch.full_like(wanted, torch.nan)
+    reference.gated(name, x, wanted)
+    rows.gated(name, x, found)
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

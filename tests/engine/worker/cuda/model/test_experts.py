@@ -31,7 +31,7 @@ def random_experts(has_bias: bool) -> list[ExpertWeights]:
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_both_ways_give_the_sum_of_plain_torch(rows: int, has_bias: bool) -> None:
     experts, routing = random_experts(has_bias), Routing(2, renormalizes=True)
-    masked = CudaOperators(CPU, torch.bfloat16, "auto", None)
+    masked = CudaOperators(CPU, torch.bfloat16, "auto")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(masked, "_why_not_grouped", lambda sizes: "")
         grouped = masked.experts(experts, routing, SILU)
@@ -50,7 +50,7 @@ def test_both_ways_give_the_sum_of_plain_torch(rows: int, has_bias: bool) -> Non
 def test_an_expert_that_a_row_did_not_choose_cannot_spoil_it() -> None:
     experts = random_experts(has_bias=False)
     experts[4].down.fill_(float("inf"))  # type: ignore[union-attr]
-    masked = CudaOperators(CPU, torch.bfloat16, "auto", None)
+    masked = CudaOperators(CPU, torch.bfloat16, "auto")
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -9.0]])
     found = masked.experts(experts, Routing(2, renormalizes=True), SILU)(noise(1, HIDDEN), logits)
     assert found.isfinite().all()

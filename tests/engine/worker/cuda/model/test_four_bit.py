@@ -155,7 +155,7 @@ def in_floats(one: ExpertWeights) -> ExpertWeights:
 def test_experts_give_the_sum_of_plain_torch(rows: int, name: str, has_bias: bool) -> None:
     """As two products over rows sorted by expert: of blocks of 16 rows, and of 64 for many."""
     experts, routing = experts_in(name, has_bias=has_bias), Routing(2, renormalizes=True)
-    operators = CudaOperators(CPU, torch.float16, STORED, None, fast_kernels())
+    operators = CudaOperators(CPU, torch.float16, STORED, fast_kernels())
     made = operators.experts(experts, routing, SILU)
     assert isinstance(made, GroupedExperts)
     x, logits = noise(rows, HIDDEN, seed=7), noise(rows, NUM_EXPERTS, seed=8)
@@ -172,9 +172,7 @@ def test_experts_give_the_sum_of_plain_torch(rows: int, name: str, has_bias: boo
 def test_all_rows_may_choose_the_same_expert() -> None:
     """The number of blocks does not depend on the choice, so that steps can be captured."""
     experts, routing = experts_in("int4", has_bias=False), Routing(1, renormalizes=True)
-    made = CudaOperators(CPU, torch.float16, STORED, None, fast_kernels()).experts(
-        experts, routing, SILU
-    )
+    made = CudaOperators(CPU, torch.float16, STORED, fast_kernels()).experts(experts, routing, SILU)
     x, logits = (noise(40, HIDDEN) / 16).half(), torch.zeros(40, NUM_EXPERTS)
     for chosen in (0, 4):
         logits[:] = 0
@@ -191,7 +189,7 @@ def test_without_the_kernel_each_expert_computes_all_rows_and_the_log_says_so(
 ) -> None:
     experts, routing = experts_in("mxfp4", has_bias=True), Routing(2, renormalizes=True)
     floats = [each._replace(up_bias=None, down_bias=None) for each in experts]
-    made = CudaOperators(CPU, torch.float32, STORED, None).experts(floats, routing, SILU)
+    made = CudaOperators(CPU, torch.float32, STORED).experts(floats, routing, SILU)
     assert isinstance(made, MaskedExperts)
     assert isinstance(made.linears[0][0], FourBitLinear)
     assert "the Triton kernel for 4-bit weights is not used" in caplog.text
@@ -202,7 +200,7 @@ def test_without_the_kernel_each_expert_computes_all_rows_and_the_log_says_so(
 
 def test_each_linear_of_a_mixed_file_is_computed_in_its_own_format() -> None:
     """As in files that llama-quantize calls Q4_K_M, of stacked ones too."""
-    operators = CudaOperators(CPU, torch.bfloat16, STORED, None, others="int8")
+    operators = CudaOperators(CPU, torch.bfloat16, STORED, others="int8")
     q4, q6, floats = stored("q4_k", 16), stored("q6_k", 16), noise(16, SMALL).bfloat16()
     assert isinstance(operators.linear([q4, stored("int4", 8)], None), FourBitLinear)
     assert isinstance(operators.linear([q6], None), EightBitLinear)
@@ -221,5 +219,5 @@ def test_each_linear_of_a_mixed_file_is_computed_in_its_own_format() -> None:
     into = start.clone()
     assert joined(x, into) is into
     torch.testing.assert_close(into, start + wanted, rtol=2e-2, atol=2e-1)
-    without = CudaOperators(CPU, torch.bfloat16, STORED, None)
+    without = CudaOperators(CPU, torch.bfloat16, STORED)
     assert isinstance(without.linear([q6], None), FloatLinear)

@@ -5,7 +5,7 @@ Every operation of torch that computes counts as one launch, and so does every c
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -32,7 +32,6 @@ from engine.worker.model.layout import padded
 from engine.worker.model.rope import Rope
 from engine.worker.ports import AttentionSpec, KVTensors, StepContext, StepLimits
 from tests.adapters.attention.flashinfer_cases import Paged
-from tests.engine.worker.cuda.model.test_operators import StandingKernels
 from tests.flashinfer_stand_in import StandIn
 
 CPU = torch.device("cpu")
@@ -102,28 +101,11 @@ class CountedStandIn(StandIn):
         return wrapper
 
 
-@dataclass
-class CountedKernels(StandingKernels):
-    """FlashInfer's norm and gates."""
-
-    counter: LaunchCounter | None = None
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        assert self.counter is not None
-        with self.counter.kernel("norm"):
-            super().rms_norm(x, weight, eps, out)
-
-    def gated(self, name: str) -> Callable[[Tensor, Tensor], None] | None:
-        found = super().gated(name)
-        assert self.counter is not None
-        return None if found is None else self.counter.wrap(name, found)
-
-
 def triton_rows(counter: LaunchCounter) -> Any:
     """The module `kernels.rows`, computed by the reference."""
-    names = ("quantize_rows", "norm_and_quantize", "gate_and_quantize")
+    names = ("rms_norm", "gated", "quantize_rows", "norm_and_quantize", "gate_and_quantize")
     kernels = {name: counter.wrap(name, getattr(reference, name)) for name in names}
-    return SimpleNamespace(**kernels, MAX_WIDTH=32768, MAX_GATED_WIDTH=16384)
+    return SimpleNamespace(**kernels, MAX_WIDTH=32768, MAX_PAIR_WIDTH=16384, GATES=("silu",))
 
 
 def triton_gemm(counter: LaunchCounter) -> Any:
@@ -147,11 +129,10 @@ def decoder(
     counter: LaunchCounter, weights: str, *, is_fused: bool, is_ranked: bool = False
 ) -> Decoder:
     """Three equal layers, of one worker or of one of two ranks."""
-    rows = triton_rows(counter) if is_fused else None
+    rows = triton_rows(counter) if is_fused or weights == "bfloat16" else None
     gemm = triton_gemm(counter) if is_fused and weights != "bfloat16" else None
     fast = FastProducts(rows, gemm, is_batch_invariant=True)
-    kernels = CountedKernels(counter=counter)
-    operators = CudaOperators(CPU, torch.bfloat16, weights, kernels, fast)
+    operators = CudaOperators(CPU, torch.bfloat16, weights, fast)
 
     def all_reduce(x: Tensor) -> None:
         with counter.kernel("all-reduce"):
@@ -210,18 +191,18 @@ def decode(weights: str, *, is_fused: bool, is_ranked: bool = False) -> tuple[Te
 
 
 BEFORE = [
-    "norm", "linear", "rope and write", "attention", "merge", "addmm_",
-    "norm", "linear", "silu", "addmm_",
+    "rms_norm", "linear", "rope and write", "attention", "merge", "addmm_",
+    "rms_norm", "linear", "gated", "addmm_",
 ]  # fmt: skip
 AFTER = [
-    "norm",
+    "rms_norm",
     "linear",
     "rope and write",
     "attention",
     "addmm_",
-    "norm",
+    "rms_norm",
     "linear",
-    "silu",
+    "gated",
     "addmm_",
 ]
 AFTER_8_BITS = [
@@ -251,12 +232,12 @@ def test_a_layer_of_a_rank_launches_13_kernels_instead_of_14() -> None:
     plain, before = decode("bfloat16", is_fused=False, is_ranked=True)
     found, after = decode("bfloat16", is_fused=True, is_ranked=True)
     assert before == [
-        "norm", "linear", "rope and write", "attention", "merge", "linear",
-        "all-reduce", "add_", "norm", "linear", "silu", "linear", "all-reduce", "add_",
+        "rms_norm", "linear", "rope and write", "attention", "merge", "linear",
+        "all-reduce", "add_", "rms_norm", "linear", "gated", "linear", "all-reduce", "add_",
     ]  # fmt: skip
     assert after == [
-        "norm", "linear", "rope and write", "attention", "linear", "all-reduce", "add_",
-        "norm", "linear", "silu", "linear", "all-reduce", "add_",
+        "rms_norm", "linear", "rope and write", "attention", "linear", "all-reduce", "add_",
+        "rms_norm", "linear", "gated", "linear", "all-reduce", "add_",
     ]  # fmt: skip
     torch.testing.assert_close(found, plain, rtol=2e-2, atol=5e-2)
 
