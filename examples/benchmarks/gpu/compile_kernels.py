@@ -130,18 +130,24 @@ def _products() -> Iterator[Variant]:
         types = {"x": f"*{dtype}", "weight": f"*{dtype}", "out": "*bf16", "parts": f"*{kind}"}
         types |= {"x_scales": "*fp32", "weight_scales": "*fp32", "bias": "*bf16"}
         has = {"HAS_SCALES": dtype != "bf16", "HAS_BIAS": False, "HAS_ADDED": True}
-        in_8_bits = () if dtype == "bf16" else (found.NARROW_8_BIT, found.MANY_ROWS_8_BIT)
-        for tiling in (found.FIXED, found.WIDE, *in_8_bits):
+        more: tuple[Any, ...] = (found.NARROW_8_BIT, found.MANY_ROWS_8_BIT)
+        if dtype == "bf16":
+            more = (found.MIDDLE, found.NARROW, found.MORE_ROWS_WIDE, found.MORE_ROWS_LONG)
+            more += (found.GATED, found.MORE_ROWS_GATED)
+        for tiling in dict.fromkeys((found.FIXED, found.WIDE, *more)):
+            is_gated = tiling in (found.GATED, found.MORE_ROWS_GATED)
             constants = {
                 "BLOCK_M": tiling.block_m,
                 "BLOCK_N": tiling.block_n,
                 "BLOCK_K": tiling.block_k,
                 "SPLITS": tiling.splits,
                 "IS_INT8": dtype == "i8",
+                "GATE": int(is_gated),
             }
+            constants |= has | ({"HAS_ADDED": False} if is_gated else {})
             options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-            name = f"product {dtype} {tiling}"
-            yield Variant("gemm", "product_kernel", name, types, constants | has, options)
+            name = f"product {dtype} {'gated ' * is_gated}{tiling}"
+            yield Variant("gemm", "product_kernel", name, types, constants, options)
         constants = {"SPLITS": 4, "BLOCK": gemm.REDUCED}
         name = f"add parts {dtype}"
         yield Variant("gemm", "reduce_kernel", name, types, constants | has, {"num_warps": 4})

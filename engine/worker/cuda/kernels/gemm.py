@@ -4,7 +4,7 @@ A product of up to 64 rows reads the weight once and computes little, so that it
 weight is read. If the outputs give too few thread blocks for all multiprocessors, the inner
 dimension is split among several (split-K); a second kernel adds the parts in a fixed order, so that
 results are the same in every run. Bias, scales of 8-bit operands and the residual are applied once,
-in float32.
+in float32. A gated product multiplies with the rows of the gate and of the other factor at once.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.worker.cuda.kernels.dependent import launch_options, wait
+from engine.worker.cuda.kernels.gates import GATES, activated
 from engine.worker.cuda.kernels.tiling import Tiling
 
 REDUCED = 1024  # outputs per program of the second kernel
@@ -60,25 +61,6 @@ def finished(
 
 
 @triton.jit
-def _added(
-    sums,
-    start,
-    x_at,
-    weight_at,
-    row_mask,
-    column_mask,
-    K,
-    BLOCK_K: tl.constexpr,
-    kind: tl.constexpr,
-):
-    """The sums with the product of a block of the inner dimension."""
-    k = start + tl.arange(0, BLOCK_K)[None, :]
-    a = tl.load(x_at + k, mask=row_mask & (k < K), other=0.0)
-    b = tl.load(weight_at + k, mask=column_mask & (k < K), other=0.0)
-    return tl.dot(a, tl.trans(b), sums, out_dtype=kind)
-
-
-@triton.jit
 def product_kernel(
     x,
     weight,
@@ -100,10 +82,12 @@ def product_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ADDED: tl.constexpr,
+    GATE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: blocks of N × blocks of M × splits. With splits, float32 (or int32) parts
-    `[splits, M, N]` are stored, else the finished outputs. `out` is also what is added."""
+    `[splits, M, N]` are stored, else the finished outputs. `out` is also what is added. With `GATE`
+    the weight has N rows of the gate and N of the other factor, and there are no splits."""
     wait(IS_DEPENDENT)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -117,11 +101,24 @@ def product_kernel(
     weight_at = weight + columns.to(tl.int64)[:, None] * K
     kind: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
     sums = tl.zeros([BLOCK_M, BLOCK_N], kind)
-    is_column = columns[:, None] < N
+    others = tl.zeros([BLOCK_M, BLOCK_N], kind)  # of the other factor
+    to_others = tl.cast(N, tl.int64) * K
     for block in range(first, end):
-        sums = _added(sums, block * BLOCK_K, x_at, weight_at, row_mask, is_column, K, BLOCK_K, kind)
+        k = block * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        weight_mask = (columns[:, None] < N) & (k < K)
+        a = tl.load(x_at + k, mask=row_mask & (k < K), other=0.0)
+        b = tl.load(weight_at + k, mask=weight_mask, other=0.0)
+        sums = tl.dot(a, tl.trans(b), sums, out_dtype=kind)
+        if GATE != 0:
+            b = tl.load(weight_at + to_others + k, mask=weight_mask, other=0.0)
+            others = tl.dot(a, tl.trans(b), others, out_dtype=kind)
     row, column = rows.to(tl.int64)[:, None], columns[None, :]
-    if SPLITS == 1:
+    if GATE != 0:
+        found = _gated(
+            sums, others, bias, column, column_mask, N, GATE, HAS_BIAS, out.dtype.element_ty
+        )
+        tl.store(out + row * out_row + column, found, mask=mask)
+    elif SPLITS == 1:
         found = finished(
             sums,
             row,
@@ -140,6 +137,26 @@ def product_kernel(
         tl.store(out + row * out_row + column, found.to(out.dtype.element_ty), mask=mask)
     else:
         tl.store(parts + (split.to(tl.int64) * M + row) * N + column, sums, mask=mask)
+
+
+@triton.jit
+def _gated(
+    sums,
+    others,
+    bias,
+    column,
+    column_mask,
+    N,
+    GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The product of the activated gate and the other factor, both rounded first."""
+    if HAS_BIAS:
+        sums += tl.load(bias + column, mask=column_mask, other=0.0).to(tl.float32)
+        others += tl.load(bias + N + column, mask=column_mask, other=0.0).to(tl.float32)
+    gate = activated(sums.to(dtype).to(tl.float32), GATE)
+    return (gate * others.to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit
@@ -185,17 +202,31 @@ def reduce_kernel(
     tl.store(out + row * out_row + column, found.to(out.dtype.element_ty), mask=mask)
 
 
+def gated_product(
+    name: str, x: Tensor, weight: Tensor, tiling: Tiling, bias: Tensor | None = None
+) -> Tensor:
+    """`reference.gated` of `product` with 16-bit floats, in one launch: `[rows, out / 2]`."""
+    return product(x, weight, tiling, x.dtype, Epilogue(bias=bias), GATES[name])
+
+
 def product(
-    x: Tensor, weight: Tensor, tiling: Tiling, dtype: torch.dtype, epilogue: Epilogue
+    x: Tensor,
+    weight: Tensor,
+    tiling: Tiling,
+    dtype: torch.dtype,
+    epilogue: Epilogue,
+    gate: int = 0,
 ) -> Tensor:
     """`x @ weight.T` with its epilogue: `add_to` with the result added, or a new `[rows, out]`.
 
     x `[rows, in]` and weight `[out, in]` are of one dtype: bfloat16, float16, int8 or fp8; rows of
-    x may be strided. `dtype` is that of a new result.
+    x may be strided. `dtype` is that of a new result. A `gate` is that of `gated_product`.
     """
     rows, width = x.shape
-    outputs = len(weight)
+    outputs = len(weight) // (2 if gate else 1)
+    assert not gate or tiling.splits == 1, "the factors of a gated product are not split"
     assert weight.is_contiguous(), "a weight's rows are contiguous"
+    assert x.stride(1) == 1, "numbers of a row are adjacent"
     x_scales, weight_scales, bias, add_to = epilogue
     out = add_to
     if out is None:
@@ -227,6 +258,7 @@ def product(
         BLOCK_K=tiling.block_k,
         SPLITS=tiling.splits,
         IS_INT8=x.dtype == torch.int8,
+        GATE=gate,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **has,

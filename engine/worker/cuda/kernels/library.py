@@ -31,7 +31,11 @@ from engine.worker.cuda.kernels.tiling import (
     FEW_ROWS_4_BIT,
     FIXED,
     FIXED_4_BIT,
+    GATED,
     MANY_ROWS_8_BIT,
+    MORE_ROWS_GATED,
+    MORE_ROWS_LONG,
+    NARROW,
     NARROW_4_BIT,
     NARROW_8_BIT,
     WIDE,
@@ -134,18 +138,24 @@ class Trial:
             raise WrongResult(f"sampled {found.tolist()} instead of [7, 7, 400]")
 
     def gemm(self, module: ModuleType) -> None:
-        """Products in this dtype, and in int8 with splits."""
+        """Products in this dtype, with splits and with a gate, and in int8 with splits."""
         x, weight, add_to = self.noise(5, 160), self.noise(72, 160, seed=1), self.noise(5, 72)
         x8, weight8 = ((20 * each).to(torch.int8) for each in (x, weight))
         for tiling, left, right in (
             (FIXED, x, weight),
             (WIDE, x, weight),
+            (NARROW, x, weight),
+            (MORE_ROWS_LONG, x, weight),
             (NARROW_8_BIT, x8, weight8),
             (MANY_ROWS_8_BIT, x8, weight8),
         ):
             wanted = reference.product(left, right, self.dtype, add_to=add_to)
             epilogue = module.Epilogue(add_to=add_to.clone())
             check("product", module.product(left, right, tiling, self.dtype, epilogue), wanted)
+        wanted = self.noise(5, 36)
+        reference.gated("silu", reference.product(x, weight, self.dtype), wanted)
+        for tiling in (GATED, MORE_ROWS_GATED):
+            check("gated product", module.gated_product("silu", x, weight, tiling), wanted)
 
     def four_bit(self, module: ModuleType) -> None:
         """Weights of integers with offsets and of MXFP4: unpacked, and their products, also of rows

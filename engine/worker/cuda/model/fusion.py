@@ -1,7 +1,9 @@
-"""Fuses what precedes an 8-bit linear with the quantization of its input.
+"""Fuses what precedes an 8-bit linear with the quantization of its input, and the gate with the
+float linear before it.
 
     norm ─▶ quantize ─▶ qkv, up   one launch before the product instead of two
     gate ─▶ quantize ─▶ down      the same
+    up ─▶ gate                    one launch instead of two, up to 64 rows
 
 The layers stay as they are: the norm or gate moves into the linear, and a pass-through takes its
 place.
@@ -13,7 +15,7 @@ from typing import TypeGuard
 
 from torch import Tensor
 
-from engine.worker.cuda.model.linears import EightBitLinear
+from engine.worker.cuda.model.linears import EightBitLinear, FloatLinear
 from engine.worker.cuda.model.operators import FusedGate, FusedRmsNorm
 from engine.worker.model.layers import (
     AttentionBlock,
@@ -55,6 +57,20 @@ class GatedLinear:
         return self.linear.multiply(rows, x.dtype, add_to)
 
 
+@dataclass(frozen=True, slots=True)
+class LinearWithGate:
+    """A float linear of gate and up, and the gate: `[tokens, hidden] -> [tokens, inner]`."""
+
+    linear: FloatLinear
+    gate: FusedGate
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        assert add_to is None, "a gated activation is not added to anything"
+        linear = self.linear
+        found = linear.fast.gated_product(self.gate.name, x, linear.weight, linear.bias)
+        return self.gate(linear(x)) if found is None else found
+
+
 class PassThrough:
     """Stands in the place of a norm or activation that the next linear computes."""
 
@@ -67,8 +83,7 @@ class PassThrough:
 
 
 def fused(model: StageModel, kernels: ModuleType | None) -> StageModel:
-    """The same model. `kernels` is the module `kernels.rows` for 8-bit linears; None leaves what
-    it would fuse as it is."""
+    """The same model. `kernels` is the module `kernels.rows`; None leaves the model as it is."""
     if kernels is None or not isinstance(model, Decoder):
         return model
     return replace(model, blocks=tuple(_fused_layer(block, kernels) for block in model.blocks))
@@ -102,10 +117,13 @@ def _fused_mlp(layer: DecoderLayer, mlp: FeedForward, kernels: ModuleType) -> De
     if normed is not None:
         mlp = replace(mlp, up=normed)
         layer = replace(layer, mlp_norm=PassThrough())
-    if isinstance(mlp.activation, FusedGate):
-        gated = _gated(mlp.activation, mlp.down, kernels)
+    gate = mlp.activation
+    if isinstance(gate, FusedGate):
+        gated = _gated(gate, mlp.down, kernels)
         if gated is not None:
             mlp = replace(mlp, activation=PassThrough(), down=gated)
+        elif isinstance(mlp.up, FloatLinear):
+            mlp = replace(mlp, activation=PassThrough(), up=LinearWithGate(mlp.up, gate))
     return replace(layer, mlp=mlp)
 
 

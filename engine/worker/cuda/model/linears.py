@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import FP8, QuantizedRows
-from engine.worker.cuda.kernels.tiling import FIXED, tiling_of
+from engine.worker.cuda.kernels.tiling import FIXED, gated_tiling, tiling_of
 from engine.worker.ports import Linear, Weight
 from engine.worker.weights.formats.int8 import Int8Weight
 
@@ -40,10 +40,24 @@ class FastProducts:
         self, x: Tensor, weight: Tensor, dtype: torch.dtype, *epilogue: Tensor | None
     ) -> Tensor | None:
         """`x @ weight.T` with its scales, bias and `add_to`; None if torch is chosen."""
-        tiling = FIXED if self.is_batch_invariant else tiling_of(len(x), weight)
+        fits = x.stride(1) == 1 and weight.is_contiguous()
+        tiling = tiling_of(len(x), weight) if fits else None
+        if self.is_batch_invariant:
+            tiling = FIXED
         if self.gemm is None or tiling is None:
             return None
         found: Tensor = self.gemm.product(x, weight, tiling, dtype, self.gemm.Epilogue(*epilogue))
+        return found
+
+    def gated_product(
+        self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor | None:
+        """The gated activation of the product of 16-bit floats; None if these are two kernels."""
+        fits = x.stride(1) == 1 and weight.is_contiguous() and not self.is_batch_invariant
+        tiling = gated_tiling(len(x), len(weight)) if fits else None
+        if self.gemm is None or tiling is None:
+            return None
+        found: Tensor = self.gemm.gated_product(name, x, weight, tiling, bias)
         return found
 
     def quantized(self, x: Tensor, dtype: torch.dtype) -> QuantizedRows:

@@ -64,6 +64,28 @@ def test_scales_bias_and_residual_follow_in_the_same_launches(
         assert found is epilogue.add_to
 
 
+@settings(deadline=None, max_examples=15)
+@given(
+    rows=st.integers(1, 20),
+    inner=st.integers(1, 40),
+    width=st.integers(1, 100),
+    name=st.sampled_from(sorted(gemm.GATES)),
+    has_bias=st.booleans(),
+)
+def test_gated_products_are_those_of_separate_kernels(
+    rows: int, inner: int, width: int, name: str, has_bias: bool
+) -> None:
+    """With whole numbers, whose sums are exact, and the gate that follows a product."""
+    x, weight = (each.round() for each in operands(rows, 2 * inner, width, torch.float16))
+    weight /= 16
+    bias = noise(2 * inner, seed=2, dtype=torch.float16) if has_bias else None
+    product = gemm.product(x, weight, SMALL, torch.float16, gemm.Epilogue(bias=bias))
+    wanted = torch.empty(rows, inner, dtype=torch.float16)
+    interpreted("rows").gated(name, product, wanted)
+    found = gemm.gated_product(name, x, weight, SMALL, bias)
+    assert torch.equal(found, wanted)
+
+
 def test_the_result_of_a_row_does_not_depend_on_the_other_rows() -> None:
     """With whole numbers, whose sums are exact; tests/gpu compares bits of any numbers."""
     x, weight = (each.round() for each in operands(20, 30, 96, torch.float16))

@@ -9,7 +9,13 @@ from engine.worker.cuda.kernels.tiling import (
     FEW_ROWS_4_BIT,
     FIXED,
     FIXED_4_BIT,
+    GATED,
     MANY_ROWS_8_BIT,
+    MIDDLE,
+    MORE_ROWS_GATED,
+    MORE_ROWS_LONG,
+    MORE_ROWS_WIDE,
+    NARROW,
     NARROW_4_BIT,
     NARROW_8_BIT,
     WIDE,
@@ -17,6 +23,7 @@ from engine.worker.cuda.kernels.tiling import (
     Tiling,
     expert_tiling,
     four_bit_tiling,
+    gated_tiling,
     tiling_of,
 )
 from engine.worker.cuda.model.linears import FastProducts
@@ -33,17 +40,40 @@ def weight(outputs: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     [
         (1, 128256, torch.bfloat16, WIDE),
         (16, 28672, torch.int8, WIDE),
-        (16, 4096, torch.bfloat16, None),
+        (16, 6144, torch.bfloat16, MIDDLE),
+        (16, 4096, torch.bfloat16, NARROW),
+        (1, 4095, torch.bfloat16, None),
         (16, 4096, torch.float8_e4m3fn, NARROW_8_BIT),
-        (17, 128256, torch.bfloat16, None),
+        (17, 128256, torch.bfloat16, MORE_ROWS_WIDE),
+        (64, 16384, torch.float16, MORE_ROWS_WIDE),
+        (64, 6144, torch.bfloat16, None),
+        (65, 128256, torch.bfloat16, None),
         (64, 4096, torch.int8, MANY_ROWS_8_BIT),
         (65, 4096, torch.int8, None),
     ],
 )
-def test_few_rows_of_wide_and_of_8_bit_weights_are_our_kernels(
+def test_few_rows_of_large_and_of_8_bit_weights_are_our_kernels(
     rows: int, outputs: int, dtype: torch.dtype, wanted: Tiling | None
 ) -> None:
     assert tiling_of(rows, weight(outputs, 4096, dtype)) == wanted
+
+
+def test_weights_of_few_inputs_are_torchs_unless_they_are_wide() -> None:
+    assert tiling_of(1, weight(9728, 896, torch.bfloat16)) is None
+    assert tiling_of(64, weight(151936, 896, torch.bfloat16)) is None
+    assert tiling_of(16, weight(151936, 896, torch.bfloat16)) == WIDE
+
+
+def test_more_rows_of_a_long_weight_are_split() -> None:
+    assert tiling_of(64, weight(4096, 14336, torch.bfloat16)) == MORE_ROWS_LONG
+    assert tiling_of(65, weight(4096, 14336, torch.bfloat16)) is None
+
+
+def test_gated_products_have_up_to_64_rows_and_enough_blocks() -> None:
+    assert [gated_tiling(rows, 28672) for rows in (1, 16, 17, 64, 65)] == [
+        GATED, GATED, MORE_ROWS_GATED, MORE_ROWS_GATED, None
+    ]  # fmt: skip
+    assert gated_tiling(1, 16383) is None
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.worker.cuda.kernels import reference, tiling
 from engine.worker.cuda.kernels.reference import FP8, quantize_rows
+from engine.worker.cuda.model.fusion import LinearWithGate
 from engine.worker.cuda.model.linears import (
     INT8_ROWS,
     EightBitLinear,
+    FastProducts,
     FloatLinear,
     fp8_linear,
     int8_linear,
     stacked,
 )
+from engine.worker.cuda.model.operators import FusedGate
 from engine.worker.ports import Linear, Weight
 from engine.worker.weights.formats.int8 import Int8Weight, quantize
+from tests.engine.worker.cuda.kernels.interpreted import interpreted
 from tests.noise import bfloat16_noise as noise
 
 Make = Callable[[Sequence[Weight], Tensor | None, torch.dtype], Linear]
@@ -134,3 +139,34 @@ def test_a_float_linear_adds_in_place() -> None:
         assert found.data_ptr() == into.data_ptr()
         wanted = start.double() + exact(x, [weight], shift)
         torch.testing.assert_close(found.double(), wanted, rtol=0.02, atol=0.02)
+
+
+def test_a_gate_behind_a_float_linear_is_computed_with_it_or_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Alike: with our kernel up to 64 rows, and by two kernels for more, or in batch-invariant
+    mode."""
+    monkeypatch.setattr(tiling, "MIN_WIDE", 64)
+    rows, gemm = interpreted("rows"), interpreted("gemm")
+    x, weight, bias = (noise(*each, dtype=torch.float16) for each in ((65, 32), (64, 32), (64,)))
+    launches: list[int] = []
+    plain = gemm.gated_product
+
+    def counted(name: str, x: Tensor, *more: object) -> Tensor:
+        launches.append(len(x))
+        found: Tensor = plain(name, x, *more)
+        return found
+
+    monkeypatch.setattr(gemm, "gated_product", counted)
+    wanted = torch.empty(65, 32, dtype=torch.float16)
+    reference.gated("silu", torch.nn.functional.linear(x, weight, bias), wanted)
+    for is_batch_invariant in (False, True):
+        fast = FastProducts(rows, gemm, is_batch_invariant=is_batch_invariant)
+        linear = LinearWithGate(FloatLinear(weight, bias, fast), FusedGate("silu", rows))
+        for count in (1, 16, 64, 65):
+            torch.testing.assert_close(linear(x[:count]), wanted[:count], rtol=2e-2, atol=1e-3)
+    apart = x.t().contiguous().t()  # torch's, as our kernel reads rows of adjacent numbers
+    fast = FastProducts(rows, gemm)
+    linear = LinearWithGate(FloatLinear(weight, bias, fast), FusedGate("silu", rows))
+    torch.testing.assert_close(linear(apart[:3]), wanted[:3], rtol=2e-2, atol=1e-3)
+    assert launches == [1, 16, 64]
