@@ -101,7 +101,7 @@ def product_kernel(
     weight_at = weight + columns.to(tl.int64)[:, None] * K
     kind: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
     sums = tl.zeros([BLOCK_M, BLOCK_N], kind)
-    others = tl.zeros([BLOCK_M, BLOCK_N], kind)  # of the other factor
+    others = tl.zeros([BLOCK_M, BLOCK_N], kind)  # sums of the other factor
     to_others = tl.cast(N, tl.int64) * K
     for block in range(first, end):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]

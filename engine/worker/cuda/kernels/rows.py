@@ -19,7 +19,7 @@ from engine.worker.cuda.kernels.reference import LARGEST, QuantizedRows
 
 MAX_WIDTH = 32768  # a row up to this width is kept in registers
 MAX_PAIR_WIDTH = 16384  # a row up to this width is, with the weights of its norm or its gates
-HEADS_ELEMENTS = 1024  # of the heads of a row that a program norms
+HEADS_ELEMENTS = 1024  # a program norms heads of a row with so many elements together
 GATED_COLUMNS = 2048  # per program, where the products are not quantized
 
 

@@ -53,8 +53,9 @@ FIXED_FP8 = Tiling(64, 64, 64, 1, 4, 4)  # FIXED for weights that are widened in
 MORE_ROWS_FP8 = Tiling(128, 64, 64, 1, 8, 4)
 MAX_ROWS_FP8 = 256  # torch multiplies more rows with weights that it has widened
 MIN_WIDE = 16384  # outputs from which on there are enough blocks without splits
-MIN_MIDDLE, MIN_NARROW = 6144, 4096  # outputs from which on fewer splits suffice; or ours is used
-MIN_INPUTS, MIN_LONG = 3072, 8192  # from which on ours is used at all; or with more than 16 rows
+MIN_MIDDLE = 6144  # outputs from which on two splits give enough of them
+MIN_NARROW, MIN_INPUTS = 4096, 3072  # the least outputs and inputs of float weights that are ours
+MIN_LONG = 8192  # inputs that are worth splitting with more than 16 rows
 
 
 def tiling_of(rows: int, weight: Tensor) -> Tiling | None:
