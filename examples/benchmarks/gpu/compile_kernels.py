@@ -220,8 +220,8 @@ def compiled(variant: Variant, capability: int) -> Compiled:
     }
     aligned = {
         (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(function.arg_names)
-        if signature[name].startswith(("*", "i"))
+        for place, argument in enumerate(function.params)
+        if signature[argument.name].startswith(("*", "i")) and not argument.do_not_specialize
     }
     source = ASTSource(function, signature, constants, aligned)
     target = GPUTarget("cuda", capability, 32)

@@ -92,7 +92,7 @@ def _added(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def product_kernel(
     x,
     words,

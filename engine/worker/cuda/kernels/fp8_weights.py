@@ -26,7 +26,7 @@ def widened(bits):
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def product_kernel(
     x,
     weight,
