@@ -26,8 +26,7 @@ from engine.worker.ports import (
 from tests.engine.worker.cuda.standin import StandInStreams
 from tests.flashinfer_stand_in import StandIn
 
-# The others differ from `flashinfer` in captured steps only (`test_flashinfer_decode_choice`).
-CONTRACTED = tuple(name for name in BACKENDS if name not in ("flashinfer-fa2", "flashinfer-xqa"))
+CONTRACTED = tuple(BACKENDS)
 ON_CPU = (BACKENDS["cpu"], BACKENDS["reference"])
 LIMITS = StepLimits(max_requests=32, max_tokens=2048, max_model_len=4096)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from adapters.attention.flashinfer.ports import (
     CapturedBuffers,
+    DecodeKernels,
     MergeParts,
     RopeAndCacheWrite,
     RunsPaged,
@@ -28,25 +29,13 @@ class StandIn(StandInStream):
     """See `Library`."""
 
     num_processors = 4
-    names = ("Standing GPU", "flashinfer", "0")
 
-    def __init__(self, *, capability: tuple[int, int] = (8, 0)) -> None:
-        """XQA needs capability (9, 0)."""
+    def __init__(self, *, has_decode_kernels: bool = True) -> None:
         super().__init__()
-        self.capability = capability
-        self.packed_error = ""  # that XQA raises
-        self.packed_faults = False  # whether XQA leaves a device that computes nothing more
-        self.packed_factor = 1.0  # of its results
-        self.compiled: list[tuple[int, bool]] = []  # tokens of a block, and whether for XQA too
+        self._has_decode_kernels = has_decode_kernels
 
-    def compile(
-        self, spec: AttentionSpec, kv_dtype: torch.dtype, page_size: int, *, with_xqa: bool
-    ) -> None:
-        self.compiled.append((page_size, with_xqa))
-
-    def packed_decode(self, workspace: Tensor) -> "StandInPacked":
-        self.check_device("workspace", workspace, torch.uint8)
-        return StandInPacked(self, workspace)
+    def compile(self, spec: AttentionSpec, kv_dtype: torch.dtype) -> None:
+        """There is nothing to compile."""
 
     def mixed(self, workspace: Tensor, buffers: CapturedBuffers | None = None) -> StandInMixed:
         self.check_device("workspace", workspace, torch.uint8)
@@ -85,43 +74,18 @@ class StandIn(StandInStream):
 
         return merge
 
+    def decode_kernels(self) -> DecodeKernels | None:
+        """The references of the kernels."""
+        if not self._has_decode_kernels:
+            return None
 
-class StandInPacked:
-    """See `PackedDecode`: attention by the dense page table, with q as it lies in memory."""
+        def attend(*given: Any) -> None:
+            read = given[3]
+            self.calls.append(("attend_decodes", {"runs": read.runs, "pages": read.pages}))
+            self.check_device("runs", read.runs, torch.int32)
+            self.check_device("pages", read.pages, torch.int32)
+            assert given[4].is_contiguous()
+            self.catch_up()
+            reference.attend_decodes(*given)
 
-    def __init__(self, stand_in: StandIn, workspace: Tensor) -> None:
-        self._stand_in = stand_in
-        self._workspace = workspace
-
-    def __call__(self, **given: Any) -> None:
-        stand_in, q, out = self._stand_in, given["query"], given["out"]
-        stand_in.calls.append(("xqa", given))
-        stand_in.now += stand_in.slowness["xqa"]
-        stand_in.catch_up()
-        stand_in.has_faulted |= stand_in.packed_faults
-        stand_in.synchronize()
-        if stand_in.packed_error:
-            raise RuntimeError(stand_in.packed_error)
-        tables, lengths = given["block_tables"], given["seq_lens"]
-        stand_in.check_device("block_tables", tables, torch.int32)
-        stand_in.check_device("seq_lens", lengths, torch.uint32)
-        assert len(self._workspace) > 8 << 20, "the semaphores alone take 8 MiB"
-        keys, values = given["kv_cache"]
-        assert q.is_contiguous(), "the kernel knows no strides of q"
-        assert out.is_contiguous()
-        assert keys.dtype == values.dtype == q.dtype == out.dtype
-        assert given["kv_layout"] == "NHD"
-        assert tables.shape == (len(q), given["max_seq_len"] // keys.shape[1])
-        assert 0 <= int(tables.min()) <= int(tables.max()) < len(keys), "pages outside of the cache"
-        scale, group = given["bmm1_scale"], q.shape[1] // keys.shape[2]
-        for row, length in enumerate(lengths.view(torch.int32).tolist()):
-            pages = tables[row, : -(-length // keys.shape[1])].long()
-            k, v = (
-                each[pages].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1)
-                for each in (keys, values)
-            )
-            if (window := given["window_left"]) >= 0:
-                k, v = k[-window - 1 :], v[-window - 1 :]
-            weights = (torch.einsum("hd,khd->hk", q[row].double(), k) * scale).softmax(-1)
-            found = torch.einsum("hk,khd->hd", weights, v) * given["bmm2_scale"]
-            out[row] = (found * stand_in.packed_factor).to(out.dtype)
+        return DecodeKernels(attend, self.merge_parts())

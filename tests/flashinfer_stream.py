@@ -14,9 +14,6 @@ class StandInStream:
     runs, in order."""
 
     def __init__(self) -> None:
-        self.slowness = {"captured": 2.0, "xqa": 1.0}  # seconds of a run of each kernel
-        self.has_faulted = False
-        self.now = 0.0
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.log: list[str] = []  # what the host waited for, with how many copies were pending
         self._queue: list[Callable[[], object]] = []
@@ -45,24 +42,7 @@ class StandInStream:
         assert target.shape == source.shape
         self.later(lambda: target.copy_(source))
 
-    def fill(self, target: Tensor, value: int) -> None:
-        self.later(lambda: target.fill_(value))
-
-    def scatter(self, target: Tensor, places: Tensor, values: Tensor) -> None:
-        self.check_device("places", places, torch.int64)
-        self.check_device("values", values, target.dtype)
-        assert places.shape == values.shape
-        self.later(lambda: target.index_copy_(0, places, values))
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        self.catch_up()
-        began = self.now
-        work()
-        return self.now - began
-
     def synchronize(self) -> None:
-        if self.has_faulted:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self.catch_up()
 
     def event(self) -> "StandInEvent":

@@ -108,7 +108,6 @@ class StandInWrapper(ABC):
     ) -> Tensor:
         if not self._planned:
             raise RuntimeError("run before plan")
-        self._stand_in.now += self._stand_in.slowness.get("captured", 0.0)
         arguments = {"q": q, "k_scale": k_scale, "v_scale": v_scale, "out": out}
         self._stand_in.calls.append(("run", arguments | {"paged_kv_cache": paged_kv_cache}))
         self._stand_in.catch_up()

@@ -47,7 +47,7 @@ DEVICES = {
     "cuda": "engine.worker.cuda.device:CudaDevice",
 }
 # Attention backends that run on one kind of device only.
-RUNS_ON = {"cpu": "cpu"} | dict.fromkeys(("flashinfer", "flashinfer-fa2", "flashinfer-xqa"), "cuda")
+RUNS_ON = {"cpu": "cpu", "flashinfer": "cuda"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,8 +168,7 @@ def soften(model: Any) -> None:
 
 def settings_on(device: str, directory: Path, **more: Any) -> WorkerSettings:
     """Settings for a checkpoint in this directory."""
-    # XQA would be compiled for each of these small shapes
-    attention = {"cuda": "flashinfer-fa2", FLOAT32: "reference"}.get(device, "auto")
+    attention = "reference" if device == FLOAT32 else "auto"
     settings = settings_for(directory, attention, block_size=BLOCK, kv_slots=64 * BLOCK)
     if device == "cuda":
         settings = changed(settings, kv_cache_dtype="auto")

@@ -1,9 +1,8 @@
 """Attention on NVIDIA GPUs by FlashInfer, directly over the paged KV cache.
 
 A step is one launch per layer for prefills and decodes together, a decode being a prefill of one
-token. Steps can be captured in CUDA graphs: decode-only ones by the kernel that was faster at the
-start (`decode_choice`), others in one launch with the decodes' small tiles, as all steps in
-batch-invariant mode.
+token. A Triton kernel of ours computes steps of decodes alone. Steps can be captured in CUDA
+graphs; those with prompts have the smallest tiles then, as all steps in batch-invariant mode.
 `plan` runs once a step on the host: it splits the work, fills pinned tables and starts their
 copies; `run` only submits kernels to the stream. The host waits for the device only if the table
 copies of three steps ago are not done.
@@ -13,16 +12,11 @@ import torch
 from torch import Tensor
 
 from adapters.attention.flashinfer.captured import CapturedLaunches
-from adapters.attention.flashinfer.decode_choice import AUTO, FA2, XQA
-from adapters.attention.flashinfer.divided import is_uneven
-from adapters.attention.flashinfer.fit import (
-    missing_requirement,
-    unsupported_packed,
-    unsupported_shape,
-)
+from adapters.attention.flashinfer.decodes import DecodeLaunch, is_uneven, plan_bytes
+from adapters.attention.flashinfer.fit import missing_requirement, unsupported_shape
 from adapters.attention.flashinfer.launches import Geometry, Launch, MixedLaunch, Sinks
 from adapters.attention.flashinfer.library import FlashInfer
-from adapters.attention.flashinfer.ports import Library
+from adapters.attention.flashinfer.ports import DecodeKernels, Library
 from adapters.attention.flashinfer.tables import PageTableArena, PageTableArenas, PageTables
 from adapters.attention.flashinfer.workspace import Workspaces, check_limits
 from engine.errors import StartupError
@@ -37,8 +31,6 @@ class FlashInferAttention:
     """A `CapturableAttention` by FlashInfer. All calls use one stream; the thread pool is
     unused."""
 
-    decode_kernel = AUTO  # the kernel of captured steps
-
     def __init__(
         self,
         spec: AttentionSpec,
@@ -52,10 +44,8 @@ class FlashInferAttention:
                 raise StartupError(f"attention 'flashinfer' cannot be used: {reason}")
             library = FlashInfer(cache.keys[0].device, spec.dtype, spec.choices)
         assert spec.limits is not None, "attention on a GPU needs the step limits"
-        kv_dtype, page_size = cache.keys[0].dtype, cache.block_size
-        why_not_xqa = unsupported_packed(spec, kv_dtype, page_size, library.capability)
-        with_xqa = self.decode_kernel != FA2 and not why_not_xqa
-        library.compile(spec, kv_dtype, page_size, with_xqa=with_xqa)
+        kv_dtype = cache.keys[0].dtype
+        library.compile(spec, kv_dtype)
         group = spec.num_heads // spec.num_kv_heads
         sizes = check_limits(spec.limits, cache.block_size, group)
         self._library = library
@@ -67,11 +57,10 @@ class FlashInferAttention:
         )
         self._work = Workspaces(library, self._geometry, sizes, spec.limits)
         self._slots = library.on_device(sizes.tokens, torch.int64)
+        kernels = None if spec.is_batch_invariant else library.decode_kernels()
+        num_bytes = sizes.arena_bytes + plan_bytes(sizes.rows, spec.num_kv_heads, library)
         self._arenas = PageTableArenas(
-            [
-                PageTableArena(library.pinned(sizes.arena_bytes), library.event())
-                for _ in range(NUM_ARENAS)
-            ]
+            [PageTableArena(library.pinned(num_bytes), library.event()) for _ in range(NUM_ARENAS)]
         )
         self._write = library.rope_and_cache_write(kv_dtype)
         self._scales = spec.k_scale, spec.v_scale
@@ -80,15 +69,8 @@ class FlashInferAttention:
         self._first.copy_(torch.arange(sizes.tokens + 1, dtype=torch.int32))
         wrapper = library.mixed(self._work.parts)
         self._mixed = MixedLaunch(self._geometry, wrapper, library.event())
-        self._captured = CapturedLaunches(
-            library,
-            self._geometry,
-            self._pages,
-            cache.num_blocks,
-            self._work,
-            self._arenas,
-            self.decode_kernel,
-        )
+        self._decodes = self._decode_launch(kernels, sizes.rows)
+        self._captured = CapturedLaunches(library, self._geometry, self._work, kernels)
         self._launch: Launch = self._mixed  # the current step's, set by `plan`
         self._rows = 0  # rows in the current step
 
@@ -101,7 +83,7 @@ class FlashInferAttention:
 
     def plan(self, layout: RaggedLayout) -> None:
         """Plan the launch of a step and start the copies of its tables."""
-        self._plan(self._mixed, layout)
+        self._plan(self._decodes if layout.is_decode_only else self._mixed, layout)
 
     def may_divide(self, rows: int) -> bool:
         """Whether there is a second graph of so many decodes."""
@@ -155,7 +137,7 @@ class FlashInferAttention:
         cache = CacheRows(self._slots[: len(q)], *self._rows_of_pages[layer], *self._scales)
         angles = None if rope is None else (rope.cos, rope.sin)
         width, q_out = self._geometry.head_dim, None
-        if width != q.shape[2] or self._launch.takes_contiguous:
+        if width != q.shape[2]:
             q_out = q.new_empty((*q.shape[:2], width))
         self._write(q, k, v, angles, cache, q_out)
         return q if q_out is None else q_out
@@ -164,6 +146,12 @@ class FlashInferAttention:
         with self._arenas.next() as arena:
             launch.plan(arena, PageTables.of(layout), self._upload(arena, layout))
         self._launch = launch
+
+    def _decode_launch(self, kernels: DecodeKernels | None, rows: int) -> Launch:
+        """For up to so many rows; FA2's without our kernels."""
+        if kernels is None:
+            return self._mixed
+        return DecodeLaunch(self._geometry, self._library, kernels, rows, divides=None)
 
     def _upload(self, arena: PageTableArena, layout: RaggedLayout) -> Tensor:
         """Start the copies of slots and page indices to the device; returns the page indices."""
@@ -181,16 +169,3 @@ def widened(pages: Tensor, dim: int) -> Tensor:
     numbers behind each page as a head is narrower than the kernel's (`GpuMemory.kv`).
     """
     return pages.as_strided((*pages.shape[:3], dim), pages.stride())
-
-
-class Fa2FlashInferAttention(FlashInferAttention):
-    """Captured decodes are FA2's in all batch sizes."""
-
-    decode_kernel = FA2
-
-
-class XqaFlashInferAttention(FlashInferAttention):
-    """Captured decodes are XQA's in all batch sizes; raises `StartupError` where it cannot be
-    used."""
-
-    decode_kernel = XQA

@@ -11,8 +11,6 @@ from engine.worker.ports import AttentionSpec
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256, 512)  # FlashInfer tests FA2 with these
 LOAD_BYTES = 16  # a head begins at a multiple of what a thread loads at once
-PACKED_MAJORS = (9, 10, 12)  # compute capabilities that XQA is compiled for
-PACKED_PAGES = (16, 32, 64, 128)
 CAPABILITY = (8, 0)  # Ampere: the first with bfloat16; fp8 KV is converted in the kernel
 MAX_STRIDE = 1 << 32  # elements of a page
 ALTERNATIVE = "--attention reference supports it, slowly, in plain torch"
@@ -50,31 +48,6 @@ def unsupported_shape(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: in
 def kernel_dim(head_dim: int) -> int:
     """The head size of the kernel for such heads, which reads zeros of q behind them."""
     return next(each for each in HEAD_DIMS if each >= head_dim)
-
-
-def unsupported_packed(
-    spec: AttentionSpec, kv_dtype: torch.dtype, block_size: int, capability: tuple[int, int]
-) -> str:
-    """Why XQA cannot compute the decodes of a model that FA2 supports; "" if it can."""
-    major, minor = capability
-    if major not in PACKED_MAJORS:
-        return f"it needs compute capability 9.0, 10.0 or 12.0; the GPU has {major}.{minor}"
-    if block_size not in PACKED_PAGES:
-        known = ", ".join(map(str, PACKED_PAGES))
-        return f"--block-size {block_size} is not supported, only {known} are"
-    if kv_dtype != spec.dtype:
-        return "it computes with fp8 queries over an fp8 KV cache, which is less accurate"
-    if spec.soft_cap is not None:
-        return "capped attention scores are not supported"
-    if spec.has_sinks:
-        return "it does not return the sums of scores, which attention sinks need"
-    if kernel_dim(spec.head_dim) != spec.head_dim:
-        return f"heads of {spec.head_dim} are computed as {kernel_dim(spec.head_dim)}, by FA2 only"
-    if spec.cache_head_dim not in (None, spec.head_dim):
-        return "layers with different head sizes are not supported"
-    if spec.is_batch_invariant:
-        return "it splits keys by the number of requests, which --batch-invariant excludes"
-    return ""
 
 
 def missing_requirement(device_count: int) -> str:

@@ -129,8 +129,6 @@ class Geometry:
 class MixedLaunch:
     """Attention of requests with any number of new tokens; a decode has one."""
 
-    takes_contiguous = False  # whether q has to be contiguous
-
     def __init__(
         self,
         geometry: Geometry,
@@ -184,8 +182,6 @@ class MixedLaunch:
 class CapturedLaunch:
     """Attention of a fixed number of decodes, for capture in a CUDA graph."""
 
-    takes_contiguous = False
-
     def __init__(
         self,
         geometry: Geometry,
@@ -225,10 +221,6 @@ class CapturedLaunch:
 
 class Launch(Protocol):
     """Attention that is planned once a step and run once a layer."""
-
-    @property
-    def takes_contiguous(self) -> bool:
-        """Whether q has to be contiguous."""
 
     def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
         """Plan one step; `indices` are the requests' pages, int32 on the device."""

@@ -6,21 +6,20 @@ Kernels are compiled, or loaded from FlashInfer's cache, when a wrapper is first
 
 import importlib
 import logging
-from collections.abc import Callable
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.modules import Build, attention_modules, build_side_by_side
+from adapters.attention.flashinfer.modules import Build, attention_module, build_side_by_side
 from adapters.attention.flashinfer.ports import (
+    AttendDecodes,
     CapturedBuffers,
     CapturedWrapper,
+    DecodeKernels,
     DeviceEvent,
     MergeParts,
     MixedWrapper,
-    PackedDecode,
     RopeAndCacheWrite,
     RunsPaged,
 )
@@ -28,7 +27,6 @@ from engine.errors import StartupError
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.library import has_fp8, load
 from engine.worker.cuda.kernels.reference import FP8
-from engine.worker.cuda.streams import CudaStreams
 from engine.worker.ports import AttentionSpec
 
 logger = logging.getLogger(__name__)
@@ -49,33 +47,20 @@ class FlashInfer:
             raise StartupError(f"flashinfer cannot be imported: {error}") from error
         self._mixed = package.BatchPrefillWithPagedKVCacheWrapper
         self._captured = package.BatchDecodeWithPagedKVCacheWrapper
-        self._packed = package.decode.xqa_batch_decode_with_kv_cache
-        self._version = str(package.__version__)
         self._device = device
         kernels = load(device, dtype, choices)
         self._write, self._parts = kernels.rope_and_cache_write, kernels.parts
+        self._decodes = kernels.decode_attention
 
     @property
     def num_processors(self) -> int:
         return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
-    @property
-    def capability(self) -> tuple[int, int]:
-        return torch.cuda.get_device_capability(self._device)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The GPU and FlashInfer's version."""
-        return torch.cuda.get_device_name(self._device), "flashinfer", self._version
-
-    def compile(
-        self, spec: AttentionSpec, kv_dtype: torch.dtype, page_size: int, *, with_xqa: bool
-    ) -> None:
-        """Build side by side; a module that fails is built again, or replaced, at its first use."""
-        modules = attention_modules(spec, kv_dtype, page_size, with_xqa=with_xqa)
-        build = Build(modules, logger.info)
+    def compile(self, spec: AttentionSpec, kv_dtype: torch.dtype) -> None:
+        """Build what is missing; a module that fails is built again at its first use."""
+        build = Build([attention_module(spec, kv_dtype)], logger.info)
         if build.missing:
-            logger.info("compiling %d FlashInfer modules side by side", len(build.missing))
+            logger.info("compiling FlashInfer's attention")
             build.run(build_side_by_side)
 
     def on_device(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -87,16 +72,6 @@ class FlashInfer:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
-
-    def fill(self, target: Tensor, value: int) -> None:
-        target.fill_(value)
-
-    def scatter(self, target: Tensor, places: Tensor, values: Tensor) -> None:
-        target.index_copy_(0, places, values)
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """The time of a replayed CUDA graph of `work`."""
-        return CudaStreams(self._device).seconds(work)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -134,10 +109,6 @@ class FlashInfer:
         )
         return cast(CapturedWrapper, wrapper)
 
-    def packed_decode(self, workspace: Tensor) -> PackedDecode:
-        """XQA over this workspace."""
-        return cast(PackedDecode, partial(self._packed, workspace_buffer=workspace))
-
     def baked(self, wrapper: RunsPaged) -> tuple[int, ...]:
         return tuple(int(each) for each in wrapper._plan_info)  # type: ignore[attr-defined]
 
@@ -150,3 +121,10 @@ class FlashInfer:
     def merge_parts(self) -> MergeParts | None:
         """Our Triton kernel, if it is verified on this GPU."""
         return None if self._parts is None else cast(MergeParts, self._parts.merge_parts)
+
+    def decode_kernels(self) -> DecodeKernels | None:
+        """Our Triton kernels, if they are verified on this GPU."""
+        merge = self.merge_parts()
+        if self._decodes is None or merge is None:
+            return None
+        return DecodeKernels(cast(AttendDecodes, self._decodes.attend_decodes), merge)

@@ -37,23 +37,11 @@ def fa2(q: torch.dtype, kv: torch.dtype, dim: int, *, window: bool, soft_cap: bo
     return module
 
 
-def xqa(dtype: torch.dtype, page_size: int, dim: int, group: int, *, window: bool) -> Module:
-    """XQA for `group` query heads of each KV head."""
-    make = importlib.import_module("flashinfer.jit.xqa").gen_xqa_module
-    module: Module = make(dtype, dtype, page_size, dim, group, window, dtype)
-    return module
-
-
-def attention_modules(
-    spec: AttentionSpec, kv_dtype: torch.dtype, page_size: int, *, with_xqa: bool
-) -> list[Module]:
+def attention_module(spec: AttentionSpec, kv_dtype: torch.dtype) -> Module:
     """What the attention layers of one kind need."""
-    dtype, dim, window = spec.dtype, kernel_dim(spec.head_dim), spec.window is not None
-    kernels = [fa2(dtype, kv_dtype, dim, window=window, soft_cap=spec.soft_cap is not None)]
-    if with_xqa:
-        group = spec.num_heads // spec.num_kv_heads
-        kernels.append(xqa(dtype, page_size, dim, group, window=window))
-    return kernels
+    dtype, dim = spec.dtype, kernel_dim(spec.head_dim)
+    has_window, has_cap = spec.window is not None, spec.soft_cap is not None
+    return fa2(dtype, kv_dtype, dim, window=has_window, soft_cap=has_cap)
 
 
 class Build:

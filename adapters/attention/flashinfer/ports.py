@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from engine.worker.cuda.kernels.reference import CacheRows
+from engine.worker.cuda.kernels.reference import CacheRows, DecodeKeys, Scoring
 from engine.worker.ports import AttentionSpec
 
 # RoPE of q, in place or into the last tensor, and of k, if any, on its way to the cache, with
@@ -23,7 +23,18 @@ RopeAndCacheWrite = Callable[
 # What parts of rows found, their sums, the first part of each row; into the next tensor, with
 # sinks.
 MergeParts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
+# Attention of q over runs of keys, into the fifth tensor; with the runs' sums, or sinks.
+AttendDecodes = Callable[
+    [Tensor, Tensor, Tensor, DecodeKeys, Tensor, Scoring, Tensor | None, Tensor | None], None
+]
 AddSinks = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]  # the same with sinks
+
+
+class DecodeKernels(NamedTuple):
+    """Attention of decodes over runs of keys, and what adds up a row's runs."""
+
+    attend: AttendDecodes  # `reference.attend_decodes`
+    merge: MergeParts
 
 
 class DeviceEvent(Protocol):
@@ -128,25 +139,6 @@ class CapturedWrapper(RunsPaged, Protocol):
         """Bytes of the float and of the integer workspace that `plan` would use."""
 
 
-class PackedDecode(Protocol):
-    """`xqa_batch_decode_with_kv_cache` over a workspace: attention of one token per request."""
-
-    def __call__(
-        self,
-        *,
-        query: Tensor,  # [rows, heads, dim], contiguous
-        kv_cache: tuple[Tensor, Tensor],  # [pages, page, kv heads, dim]
-        block_tables: Tensor,  # [rows, pages of a request] int32, device
-        seq_lens: Tensor,  # [rows] uint32, device
-        max_seq_len: int,
-        bmm1_scale: float,
-        bmm2_scale: float,
-        window_left: int,
-        out: Tensor,
-        kv_layout: str,
-    ) -> None: ...
-
-
 class CapturedBuffers(NamedTuple):
     """The page tables that a graph reads, at fixed addresses; int32."""
 
@@ -163,17 +155,7 @@ class Library(Protocol):
     def num_processors(self) -> int:
         """The number of streaming multiprocessors."""
 
-    @property
-    def capability(self) -> tuple[int, int]:
-        """The compute capability: (9, 0) is Hopper."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The GPU, and the versions of all that decides which kernel is fastest."""
-
-    def compile(
-        self, spec: AttentionSpec, kv_dtype: torch.dtype, page_size: int, *, with_xqa: bool
-    ) -> None:
+    def compile(self, spec: AttentionSpec, kv_dtype: torch.dtype) -> None:
         """Compile the modules of such layers that this machine has not compiled yet."""
 
     def on_device(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -184,15 +166,6 @@ class Library(Protocol):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """An asynchronous copy from pinned memory to the device, in the current stream."""
-
-    def fill(self, target: Tensor, value: int) -> None:
-        """Set all elements, in the current stream."""
-
-    def scatter(self, target: Tensor, places: Tensor, values: Tensor) -> None:
-        """`target[places[i]] = values[i]` in the current stream; places are int64 and differ."""
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        """The time of `work` on the device, as a CUDA graph; it has run before."""
 
     def synchronize(self) -> None:
         """Wait for all work on the device; raises if the device has faulted."""
@@ -205,9 +178,6 @@ class Library(Protocol):
 
     def captured(self, workspace: Tensor, buffers: CapturedBuffers) -> CapturedWrapper: ...
 
-    def packed_decode(self, workspace: Tensor) -> PackedDecode:
-        """XQA; it is compiled at its first call. The workspace begins with zeros."""
-
     def baked(self, wrapper: RunsPaged) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""
 
@@ -218,3 +188,6 @@ class Library(Protocol):
     def merge_parts(self) -> MergeParts | None:
         """What adds up attention over parts of keys (`reference.merge_parts`), if there is a
         kernel."""
+
+    def decode_kernels(self) -> DecodeKernels | None:
+        """Our kernels for decodes, if they are verified on this GPU."""

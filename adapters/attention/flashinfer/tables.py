@@ -18,7 +18,6 @@ from engine.worker.ports import Int32s, RaggedLayout, StepLimits
 ALIGN = 16  # bytes; alignment of the tables in an arena
 WIDTH = 32  # a captured batch size exceeds the largest step by less than this
 PIECES = 12  # tables of a step in an arena, at most
-PARTS_PER_ROW = 2  # where the keys of decodes are divided, see `divided`
 DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
@@ -26,8 +25,7 @@ DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 class TableSizes:
     """Upper bounds of a step's tables; a page that requests share counts once for each.
 
-    A captured step has up to `rows` requests, of which padding has one page each, and those of
-    divided keys are parts.
+    A captured step has up to `rows` requests, of which padding has one page each.
     """
 
     requests: int
@@ -40,15 +38,14 @@ class TableSizes:
         requests = -(-limits.max_requests // WIDTH) * WIDTH
         per_request = -(-limits.max_model_len // page_size)
         # Token shares may be rounded up once for each request.
-        rows = max(PARTS_PER_ROW * requests, mixed_sizes(limits.max_tokens)[-1])
+        rows = max(requests, mixed_sizes(limits.max_tokens)[-1])
         return cls(requests, limits.max_tokens + requests, requests * per_request, rows)
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes for all tables of a step, which may have as many requests as rows, its slots, and
-        the places of its pages in a dense table."""
+        """Bytes for the slots of a step and all tables, of as many requests as rows."""
         words = self.pages + self.rows + 5 * (max(self.rows, self.tokens) + 2)
-        return 4 * words + 8 * (self.tokens + self.pages + self.rows) + PIECES * ALIGN
+        return 4 * words + 8 * self.tokens + PIECES * ALIGN
 
 
 @dataclass(frozen=True, slots=True)

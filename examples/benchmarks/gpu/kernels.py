@@ -23,17 +23,13 @@ from adapters.attention.flashinfer.modules import (
     build_side_by_side,
     fa2,
     is_built,
-    xqa,
 )
 
-NUM_FIRST = 2  # FA2 and XQA of Llama
-PAGE = 16  # tokens of a block
-PACKED = ((128, 4), (128, 7), (64, 7))  # head size and query heads per KV head: Llama, two Qwen
+NUM_FIRST = 1  # Llama's
 
 
 def specs() -> list[Module]:
-    """FlashInfer's build specifications: attention in each dtype, by FA2 and XQA. The first
-    `NUM_FIRST` are Llama's."""
+    """FlashInfer's build specifications of attention; the first `NUM_FIRST` are Llama's."""
     import torch
 
     half, fp8 = torch.bfloat16, torch.float8_e4m3fn
@@ -41,10 +37,9 @@ def specs() -> list[Module]:
     def plain(q: torch.dtype, kv: torch.dtype, dim: int, *, window: bool = False) -> Module:
         return fa2(q, kv, dim, window=window, soft_cap=False)
 
-    packed = [xqa(half, PAGE, dim, group, window=False) for dim, group in PACKED]
-    found = [plain(half, half, 128), packed[0], plain(half, half, 128, window=True)]
+    found = [plain(half, half, 128), plain(half, half, 128, window=True)]
     found += [plain(half, half, 64, window=each) for each in (False, True)]
-    found += [plain(torch.float16, torch.float16, 128), plain(half, fp8, 128), *packed[1:]]
+    found += [plain(torch.float16, torch.float16, 128), plain(half, fp8, 128)]
     return found + [plain(half, half, dim) for dim in (256, 512)]
 
 

@@ -103,10 +103,8 @@ def make(
     scales: tuple[float, float] = (1.0, 1.0),
     limits: StepLimits = LIMITS,
     is_batch_invariant: bool = False,
-    capability: tuple[int, int] = (8, 0),
     dim: int = 8,
-    choices: str = "",
-    kind: type[FlashInferAttention] | None = None,
+    has_decode_kernels: bool = True,
 ) -> Made:
     """With a spare page behind the others; four heads share two of keys and values, narrower than
     a kernel's."""
@@ -115,9 +113,7 @@ def make(
     generator = torch.Generator().manual_seed(0)
     for pages in (*cache.keys, *cache.values):
         pages.copy_(torch.randn(pages.shape, generator=generator).to(kv_dtype))
-    spec = AttentionSpec(
-        4, 2, dim, 0.3, window, dtype, *scales, limits, is_batch_invariant, choices=choices
-    )
-    stand_in = StandIn(capability=capability)
-    kind = kind or FlashInferAttention
-    return Made(kind(spec, cache, NativeThreadPool(1), stand_in), stand_in, cache, spec)
+    spec = AttentionSpec(4, 2, dim, 0.3, window, dtype, *scales, limits, is_batch_invariant)
+    stand_in = StandIn(has_decode_kernels=has_decode_kernels)
+    made = FlashInferAttention(spec, cache, NativeThreadPool(1), stand_in)
+    return Made(made, stand_in, cache, spec)

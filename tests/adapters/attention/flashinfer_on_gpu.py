@@ -13,21 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.backend import (
-    Fa2FlashInferAttention,
-    FlashInferAttention,
-    XqaFlashInferAttention,
-)
+from adapters.attention.flashinfer.backend import FlashInferAttention
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import AttentionSpec, ModelShape, RaggedLayout, RopeAngles, StepLimits
 from tests.attention_backends import gpu_cache
 
 FP8 = torch.float8_e4m3fn
 LIMITS = StepLimits(max_requests=256, max_tokens=4096, max_model_len=33000)
-DECODES: dict[str, type[FlashInferAttention]] = {
-    "fa2": Fa2FlashInferAttention,
-    "xqa": XqaFlashInferAttention,
-}
 STALE, MAX_FP8 = 1e4, 448.0  # in slots of used pages that no token has
 
 ON_GPU = [
@@ -61,7 +53,6 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     kv_dtype: torch.dtype | None = None
     window: int | None = None
-    decode: str = "fa2"  # XQA is compiled for each shape, which takes a minute
     scales: tuple[float, float] = (1.0, 1.0)
     has_sinks: bool = False
 
@@ -91,8 +82,7 @@ class OnGpu:
             has_sinks=shape.has_sinks,
         )
         self.sinks = torch.linspace(-2, 4, shape.heads, device="cuda") if shape.has_sinks else None
-        kind = DECODES[shape.decode]
-        self.attention = kind(self.spec, self.cache, NativeThreadPool(1))
+        self.attention = FlashInferAttention(self.spec, self.cache, NativeThreadPool(1))
         self._generator = torch.Generator("cuda").manual_seed(0)
 
     def noise(self, *sizes: int) -> Tensor:

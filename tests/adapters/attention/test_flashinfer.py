@@ -92,7 +92,7 @@ def test_graphs_of_several_sizes_and_eager_steps_take_turns() -> None:
 
 
 def test_captured_wrappers_keep_their_buffers_and_share_the_indices() -> None:
-    made = make(60, 4)
+    made = make(60, 4, has_decode_kernels=False)
     layout = Paged(((7, 1), (30, 1)), 4).layout()
     places = []
     for size in (8, 2, 8, 2):
@@ -105,7 +105,7 @@ def test_captured_wrappers_keep_their_buffers_and_share_the_indices() -> None:
 
 
 def test_the_workspace_is_asked_for_with_the_soft_cap_of_the_kernel_that_runs() -> None:
-    made = make(60, 4)
+    made = make(60, 4, has_decode_kernels=False)
     made.attention.plan_captured(padded(Paged(((7, 1),), 4).layout(), 2, spare_block=60))
     asked, planned = made.last_plan("workspace_size"), made.last_plan("captured")
     assert asked["logits_soft_cap"] == planned["logits_soft_cap"]
@@ -137,16 +137,21 @@ def test_a_run_needs_a_plan_of_as_many_rows() -> None:
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0)])
-def test_keys_and_values_can_lie_in_eight_bits(scales: tuple[float, float]) -> None:
-    made = make(60, 4, kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, scales=scales)
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_keys_and_values_can_lie_in_eight_bits(
+    scales: tuple[float, float], has_kernels: bool
+) -> None:
+    half, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    made = make(60, 4, kv_dtype=fp8, dtype=half, scales=scales, has_decode_kernels=has_kernels)
     layout, fused = Paged(((7, 1), (30, 1)), 4).layout(), noise(2) * 3
     made.attention.plan(layout)
     found = run(made, fused)
-    given = made.last_plan("run")
-    assert (given["k_scale"], given["v_scale"]) == scales
-    plan = made.last_plan("mixed")
-    assert plan["q_data_type"] == plan["o_data_type"] == torch.bfloat16
-    assert plan["kv_data_type"] == torch.float8_e4m3fn
+    if not has_kernels:
+        given = made.last_plan("run")
+        assert (given["k_scale"], given["v_scale"]) == scales
+        plan = made.last_plan("mixed")
+        assert plan["q_data_type"] == plan["o_data_type"] == torch.bfloat16
+        assert plan["kv_data_type"] == torch.float8_e4m3fn
     rounded = fused.to(torch.bfloat16)
     for i, slot in enumerate(layout.slots.tolist()):
         for cache, part, scale in zip(

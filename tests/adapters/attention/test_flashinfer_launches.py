@@ -31,7 +31,7 @@ def planned_splits(made: Made, size: int) -> bool:
 
 def test_keys_are_split_only_in_graphs_that_do_not_fill_the_gpu() -> None:
     """The stand-in has 4 multiprocessors, and the model 2 KV heads: 4 rows fill it."""
-    made = make(200, 4)
+    made = make(200, 4, has_decode_kernels=False)
     assert [planned_splits(made, size) for size in (1, 4, 5, 8)] == [True, True, False, False]
 
 

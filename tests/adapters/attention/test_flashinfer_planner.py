@@ -14,7 +14,6 @@ from random import Random
 import numpy as np
 import pytest
 
-from adapters.attention.flashinfer.divided import Parts, is_uneven
 from adapters.attention.flashinfer.tables import PageTables
 from engine.worker.cuda.step.graphs import mixed_sizes
 from engine.worker.model.layout import blank_layout, padded
@@ -142,27 +141,3 @@ def test_with_as_many_requests_as_rows_every_step_has_the_tile_of_decodes(
         rows = (*numbers, *tables.qo_indptr.tolist(), *tables.kv_indptr.tolist())
         cases.append(" ".join(map(str, rows)))
     assert {each[3] for each in plan(cases)} == {16 if heads == (32, 8) else 64}
-
-
-def longest_block(plan: Plans, tables: PageTables, *, disables: bool) -> int:
-    """Keys that one thread block reads, of decodes of Llama-3.1-8B in pages of 16."""
-    size = len(tables.kv_len)
-    numbers = (32, 8, size, 16, -1, int(disables), 1)
-    rows = (*numbers, *tables.qo_indptr.tolist(), *tables.kv_indptr.tolist())
-    ((_, _, _, _, _, keys),) = plan([" ".join(map(str, rows))])
-    longest = int(tables.kv_len.max())
-    return min(keys, longest) if keys > 0 else longest  # a negative number: without splits
-
-
-def test_a_long_request_beside_many_is_read_by_one_block_unless_its_keys_are_divided(
-    plan: Plans,
-) -> None:
-    """40 decodes of 1,024 tokens and one of 32,768, on an H200: 2,235 keys a block are even."""
-    step = Paged(((1023, 1),) * 40 + ((32767, 1),), 16).layout()
-    tables = PageTables.of(padded(step, 48, spare_block=0))
-    assert is_uneven(tables.kv_len, 8, BLOCKS // 2)
-    for disables in (False, True):
-        assert longest_block(plan, tables, disables=disables) == 32768
-    assert longest_block(plan, Parts.of(tables, 16).tables, disables=True) == 1552
-    few = PageTables.of(Paged(((1023, 1),) * 31 + ((32767, 1),), 16).layout())
-    assert longest_block(plan, few, disables=False) < 32768, "FlashInfer divides these"

@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from adapters.attention.flashinfer import modules
-from adapters.attention.flashinfer.backend import FlashInferAttention, XqaFlashInferAttention
+from adapters.attention.flashinfer.backend import FlashInferAttention
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import DeviceEvent
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -37,7 +37,7 @@ def library() -> ModuleType:
 @pytest.fixture(scope="module")
 def made() -> Made:
     """A backend that has planned and run a step of each kind."""
-    made = make(60, 4)
+    made = make(60, 4, has_decode_kernels=False)
     decodes = Paged(((7, 1), (30, 1)), 4).layout()
     made.attention.plan(decodes)
     run(made, 2)
@@ -92,60 +92,6 @@ def test_wrappers_are_made_and_heads_turned_as_their_signatures_say(library: Mod
     )
 
 
-def test_packed_decodes_are_called_as_their_signature_says(library: ModuleType) -> None:
-    made = make(
-        60, 16, capability=(9, 0), dtype=torch.bfloat16, kv_dtype=torch.bfloat16, dim=64,
-        kind=XqaFlashInferAttention,
-    )  # fmt: skip
-    made.attention.plan_captured(padded(Paged(((7, 1),), 16).layout(), 2, spare_block=60))
-    given = made.last_plan("xqa")
-    function = library.decode.xqa_batch_decode_with_kv_cache
-    inspect.signature(function).bind(workspace_buffer=None, **given)
-
-
-def test_packed_decodes_reach_the_kernel_with_our_tables(
-    library: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FlashInfer's own Python is run down to the compiled kernel."""
-    calls: list[dict[str, Any]] = []
-    module = importlib.import_module("flashinfer.xqa")
-
-    def xqa(*given: Any) -> None:
-        names = list(inspect.signature(module.xqa).parameters)
-        calls.append({"given": given, "names": names})
-
-    monkeypatch.setattr(module, "get_compute_capability", lambda device: (9, 0))
-    compiled: list[tuple[Any, ...]] = []
-
-    def get_module(*given: Any) -> SimpleNamespace:
-        compiled.append(given)
-        return SimpleNamespace(xqa=xqa)
-
-    monkeypatch.setattr(module, "get_xqa_module", get_module)
-    for each in (library.decode, module):
-        monkeypatch.setattr(each, "get_device_sm_count", lambda device: 132)
-        monkeypatch.setattr(each, "device_support_pdl", lambda device: True)
-    pages = torch.zeros((2, 61, 16, 2, 64), dtype=torch.bfloat16)
-    workspace = torch.zeros(9 << 20, dtype=torch.uint8)
-    tables = torch.tensor([[3, 4], [5, 0]], dtype=torch.int32)
-    lengths = torch.tensor([20, 7], dtype=torch.int32).view(torch.uint32)
-    q = torch.ones((2, 4, 64), dtype=torch.bfloat16)
-    library.decode.xqa_batch_decode_with_kv_cache(
-        query=q, kv_cache=(pages[0], pages[1]), workspace_buffer=workspace, block_tables=tables,
-        seq_lens=lengths, max_seq_len=32, bmm1_scale=0.125, bmm2_scale=1.0, window_left=8,
-        out=torch.empty_like(q), kv_layout="NHD",
-    )  # fmt: skip
-    makes = importlib.import_module("flashinfer.jit.xqa")
-    monkeypatch.setattr(makes, "gen_xqa_module", lambda *given: (*given, 1, False))
-    ours: list[Any] = [modules.xqa(torch.bfloat16, 16, 64, 2, window=True)]
-    assert compiled == ours, "one new token of a request, and no ragged queries"
-    (call,) = calls
-    is_fp8, processors, kv_heads, window, q_scale, _, _, query, *_ = call["given"]
-    assert (is_fp8, processors, kv_heads, window) == (False, 132, 2, 9)
-    assert q_scale == pytest.approx(1.0), "the kernel itself divides by the root of the head size"
-    assert query.data_ptr() == q.data_ptr()
-
-
 class Kernels:
     """Stands in for a compiled module: the arguments that the wrappers' Python passes to it."""
 
@@ -170,13 +116,12 @@ class OnCpu(FlashInfer):
     """The library's wrappers without a GPU."""
 
     num_processors = 132
-    capability = (8, 0)
-    names = ("no GPU",)
 
-    def compile(
-        self, spec: AttentionSpec, kv_dtype: torch.dtype, page_size: int, *, with_xqa: bool
-    ) -> None:
+    def compile(self, spec: AttentionSpec, kv_dtype: torch.dtype) -> None:
         """Compile nothing."""
+
+    def decode_kernels(self) -> None:
+        """Decodes are FlashInfer's."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -260,8 +205,8 @@ def test_the_wrappers_hand_our_steps_down_to_their_kernels(
             attention.run(0, q, k, v, None)
     makes = importlib.import_module("flashinfer.jit.attention.modules")
     monkeypatch.setattr(makes, "_gen_batch_prefill_primary_module", lambda *given: given)
-    compiled: list[Any] = modules.attention_modules(spec, kv_dtype, 4, with_xqa=False)
-    assert compiled == [*{*kernels.modules}]
+    compiled: Any = modules.attention_module(spec, kv_dtype)
+    assert {compiled} == {*kernels.modules}
     *plans, blank_plan, in_graph = kernels.plans
     mixed, *captured = plans
     assert [given[3].tolist() for given in plans] == [[0, 1, 4], *[[0, 1, 2, 3, 4]] * 2]

@@ -23,9 +23,11 @@ from engine.worker.cuda.kernels.reference import (
     CHUNK,
     FP8,
     CacheRows,
+    DecodeKeys,
     FourBitWeight,
     QuantizedRows,
     RowBlocks,
+    Scoring,
 )
 from engine.worker.cuda.kernels.tiling import (
     FEW_ROWS_4_BIT,
@@ -62,6 +64,7 @@ class TritonKernels:
     four_bit: ModuleType | None = None
     fp8_weights: ModuleType | None = None
     parts: ModuleType | None = None
+    decode_attention: ModuleType | None = None
 
 
 NO_KERNELS = TritonKernels()
@@ -199,6 +202,24 @@ class Trial:
             reference.merge_parts(found, sums, first, other, sinks)
             check("attention over parts", one, other)
 
+    def decode_attention(self, module: ModuleType) -> None:
+        """Rows with one run of keys each, in this dtype and in fp8, and a row's two runs."""
+        q, numbers = self.noise(2, 8, 64), self.noise(2, 9, 16, 2, 64, seed=1)
+        kept = (numbers, numbers.to(FP8)) if has_fp8(self.place) else (numbers,)
+        pages = torch.arange(9, dtype=torch.int32, device=self.place).flip(0)
+        whole, parts = [[0, 0, 0, 70], [1, 5, 0, 33]], [[1, 5, 0, 32], [1, 5, 32, 33]]
+        for keys, values in kept:
+            for runs, kind in ((whole, self.dtype), (parts, torch.float32)):
+                table = torch.tensor(runs, dtype=torch.int32, device=self.place)
+                one, other = (torch.zeros(2, 8, 64, dtype=kind, device=self.place) for _ in "ab")
+                sums = [None, None] if runs is whole else [one.new_zeros(2, 8) for _ in "ab"]
+                given = q, keys, values, DecodeKeys(table, pages)
+                module.attend_decodes(*given, one, Scoring(0.2), sums[0])
+                reference.attend_decodes(*given, other, Scoring(0.2), sums[1])
+                check("attention of decodes", one, other)
+                if sums[0] is not None and sums[1] is not None:
+                    check("sums of decodes", sums[0], sums[1])
+
 
 TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "rope_and_cache_write": ("rope_and_cache_write", Trial.rope_and_cache_write),
@@ -208,6 +229,7 @@ TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "four_bit": ("four_bit", Trial.four_bit),
     "fp8_weights": ("fp8_weights", Trial.fp8_weights),
     "parts": ("parts", Trial.parts),
+    "decode_attention": ("decode_attention", Trial.decode_attention),
 }
 
 

@@ -74,6 +74,63 @@ class CacheRows(NamedTuple):
     v_scale: float = 1.0
 
 
+class DecodeKeys(NamedTuple):
+    """The keys that decodes read, in runs of one row each."""
+
+    runs: Tensor  # int32 [runs, 4]: row, place of its first page in `pages`, first token, end token
+    pages: Tensor  # int32, the pages of all rows
+
+
+class Scoring(NamedTuple):
+    """How attention scores a key: `scale * q · key`, capped if there is a cap (Gemma 2)."""
+
+    scale: float
+    soft_cap: float | None = None
+    k_scale: float = 1.0  # what the cache keeps is key / k_scale
+    v_scale: float = 1.0
+
+
+def attend_decodes(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    read: DecodeKeys,
+    out: Tensor,
+    scoring: Scoring,
+    sums: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Attention of q `[rows, heads, dim]` over runs of keys, into `out`.
+
+    Keys and values are pages `[pages, tokens of a page, kv heads, dim]`. Without `sums` each row
+    has one run, and `out` is `[rows, heads, dim]`; `sinks` `[heads]` are scores of keys without a
+    value. With `sums` `out` `[runs, heads, dim]` is attention over each run alone, and `sums`
+    float32 `[runs, heads]` the logarithms to base 2 of the sums of exponentiated scores: what
+    `merge_parts` takes. Runs without tokens are not written.
+    """
+    size, group = keys.shape[1], q.shape[1] // keys.shape[2]
+    for number, (row, page, first, end) in enumerate(read.runs.tolist()):
+        if first >= end:
+            continue
+        ids = read.pages[page : page - (-end // size)].long()
+        k, v = (
+            whole.view(torch.uint8)[ids].view(whole.dtype) if whole.dtype == FP8 else whole[ids]
+            for whole in (keys, values)
+        )
+        k, v = (each.flatten(0, 1)[first:end].double() for each in (k, v))
+        k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+        scores = torch.einsum("hd,khd->hk", q[row].double(), k) * scoring.scale * scoring.k_scale
+        if scoring.soft_cap is not None:
+            scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
+        if sums is not None:
+            sums[number] = torch.logsumexp(scores, dim=1) / LN_2
+        elif sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
+        shares = scores.softmax(dim=1)[:, : len(k)]
+        found = torch.einsum("hk,khd->hd", shares, v) * scoring.v_scale
+        out[row if sums is None else number] = found.to(out.dtype)
+
+
 def rope_and_cache_write(
     q: Tensor,
     k: Tensor | None,

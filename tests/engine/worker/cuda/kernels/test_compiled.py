@@ -37,7 +37,7 @@ def test_all_kernels_compile_for_hopper_spill_no_registers_and_wait_for_the_one_
     kernels = {name.split()[0] for name in found}
     assert kernels == {
         "rope_and_cache_write", "norm", "gate", "silu", "quantize", "product", "product_with_fp8",
-        "add", "unpack", "sample", "merge_parts",
+        "add", "unpack", "sample", "merge_parts", "attend_decodes",
     }  # fmt: skip
     for each in found.values():
         assert each["stack_bytes"] == 0, each

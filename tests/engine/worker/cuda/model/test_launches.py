@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adapters.attention.flashinfer.backend import FlashInferAttention
+from adapters.attention.flashinfer.ports import DecodeKernels
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.cuda.kernels import reference, tiling
 from engine.worker.cuda.model.fusion import fused
@@ -79,7 +80,7 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class CountedStandIn(StandIn):
-    """FlashInfer's kernels, and ours for RoPE and cache write."""
+    """Our kernels for RoPE and cache write, and for attention of decodes."""
 
     def __init__(self, counter: LaunchCounter) -> None:
         super().__init__()
@@ -88,17 +89,11 @@ class CountedStandIn(StandIn):
     def rope_and_cache_write(self, kept: torch.dtype) -> Any:
         return self.counter.wrap("rope and write", super().rope_and_cache_write(kept))
 
-    def captured(self, workspace: Tensor, buffers: Any) -> Any:
-        wrapper = super().captured(workspace, buffers)
-        plain = wrapper.run
-
-        def run(*args: Any, **more: Any) -> Tensor:
-            splits = not wrapper._planned.get("disable_split_kv", False)
-            with self.counter.kernel("attention", *(["merge"] if splits else [])):
-                return plain(*args, **more)
-
-        wrapper.run = run  # type: ignore[method-assign]
-        return wrapper
+    def decode_kernels(self) -> Any:
+        kernels = super().decode_kernels()
+        assert kernels is not None
+        wrap = self.counter.wrap
+        return DecodeKernels(wrap("attention", kernels.attend), wrap("merge", kernels.merge))
 
 
 def triton_rows(counter: LaunchCounter) -> Any:
