@@ -6,12 +6,12 @@ from engine.step import SamplingParams
 from engine.worker.cuda.kernels import library, reference
 from engine.worker.cuda.kernels.reference import FP8
 from engine.worker.cuda.kernels.tiling import (
+    EIGHT_BIT,
     FEW_ROWS_4_BIT,
     FIXED,
     FIXED_4_BIT,
-    MANY_ROWS_8_BIT,
+    MORE_ROWS_8_BIT,
     NARROW_4_BIT,
-    NARROW_8_BIT,
     WIDE,
     WIDE_4_BIT,
     four_bit_tiling,
@@ -45,7 +45,7 @@ def test_every_kernel_passes_its_trial(kernels: library.TritonKernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, FP8])
-@pytest.mark.parametrize("tiling", [FIXED, WIDE, NARROW_8_BIT, MANY_ROWS_8_BIT], ids=str)
+@pytest.mark.parametrize("tiling", [FIXED, WIDE, EIGHT_BIT, MORE_ROWS_8_BIT], ids=str)
 def test_products_and_their_independence_of_other_rows(
     kernels: library.TritonKernels, dtype: torch.dtype, tiling: object
 ) -> None:

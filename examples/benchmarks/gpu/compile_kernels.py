@@ -153,15 +153,19 @@ def _decode_attention() -> Iterator[Variant]:
 def _products() -> Iterator[Variant]:
     gemm, found = import_module(f"{PACKAGE}.gemm"), import_module(f"{PACKAGE}.tiling")
     for dtype, kind in (("bf16", "fp32"), ("i8", "i32"), ("fp8e4nv", "fp32")):
-        types = {"x": f"*{dtype}", "weight": f"*{dtype}", "out": "*bf16", "parts": f"*{kind}"}
-        types |= {"x_scales": "*fp32", "weight_scales": "*fp32", "bias": "*bf16"}
+        types = {"x_scales": "*fp32", "weight_scales": "*fp32", "bias": "*bf16"}
+        types |= {"out": "*bf16", "parts": f"*{kind}"}
         has = {"HAS_SCALES": dtype != "bf16", "HAS_BIAS": False, "HAS_ADDED": True}
-        more: tuple[Any, ...] = (found.NARROW_8_BIT, found.MANY_ROWS_8_BIT)
+        more: tuple[Any, ...] = (found.EIGHT_BIT, found.MORE_ROWS_8_BIT)
+        gated = found.GATED, found.MORE_ROWS_GATED, found.MOST_ROWS_GATED
         if dtype == "bf16":
-            more = (found.MIDDLE, found.NARROW, found.MORE_ROWS_WIDE, found.MORE_ROWS_LONG)
-            more += (found.GATED, found.MORE_ROWS_GATED)
-        for tiling in dict.fromkeys((found.FIXED, found.WIDE, *more)):
-            is_gated = tiling in (found.GATED, found.MORE_ROWS_GATED)
+            more = found.WIDE, found.MIDDLE, found.NARROW, found.LONG, found.MORE_ROWS_WIDE
+            more += found.MORE_ROWS_MIDDLE, found.MORE_ROWS_NARROW, found.MORE_ROWS_LONG, *gated
+        for tiling in dict.fromkeys((found.FIXED, *more)):
+            is_gated = tiling in gated
+            columns = tiling.block_k
+            types["x"] = f"tensordesc<{dtype}[{tiling.block_m}, {columns}]>"
+            types["weight"] = f"tensordesc<{dtype}[{tiling.block_n}, {columns}]>"
             constants = {
                 "BLOCK_M": tiling.block_m,
                 "BLOCK_N": tiling.block_n,
@@ -173,7 +177,7 @@ def _products() -> Iterator[Variant]:
             constants |= has | ({"HAS_ADDED": False} if is_gated else {})
             options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
             name = f"product {dtype} {'gated ' * is_gated}{tiling}"
-            yield Variant("gemm", "product_kernel", name, types, constants, options)
+            yield Variant("gemm", "product_kernel", name, dict(types), constants, options)
         constants = {"SPLITS": 4, "BLOCK": gemm.REDUCED}
         name = f"add parts {dtype}"
         yield Variant("gemm", "reduce_kernel", name, types, constants | has, {"num_warps": 4})
@@ -214,7 +218,7 @@ def _products_with_fp8() -> Iterator[Variant]:
     found = import_module(f"{PACKAGE}.tiling")
     types = {"x": "*bf16", "weight": "*u8", "scales": "*fp32", "out": "*bf16"}
     types |= {"parts": "*fp32", "bias": "*bf16"}
-    tilings = found.WIDE, found.NARROW_8_BIT, found.MANY_ROWS_8_BIT, found.MORE_ROWS_FP8
+    tilings = found.WIDE, found.NARROW_FP8, found.MIDDLE_FP8, found.MORE_ROWS_FP8
     for tiling in (found.FIXED_FP8, *tilings):
         constants = {
             "BLOCK_M": tiling.block_m,

@@ -15,11 +15,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.worker.cuda.kernels.dependent import launch_options, wait
 from engine.worker.cuda.kernels.gates import GATES, activated
 from engine.worker.cuda.kernels.tiling import Tiling
 
+ALIGNMENT = 16  # bytes
 REDUCED = 1024  # outputs per program of the second kernel
 
 
@@ -73,7 +76,6 @@ def product_kernel(
     M,
     N,
     K,
-    x_row,
     out_row,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -86,33 +88,28 @@ def product_kernel(
     GATE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Grid: blocks of N × blocks of M × splits. With splits, float32 (or int32) parts
+    """Grid: blocks of N × blocks of M × splits. x and the weight are tensor descriptors, which give
+    zeros beyond their sizes. With splits, float32 (or int32) parts
     `[splits, M, N]` are stored, else the finished outputs. `out` is also what is added. With `GATE`
     the weight has N rows of the gate and N of the other factor, and there are no splits."""
     wait(IS_DEPENDENT)
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_row, first_column = tl.program_id(1) * BLOCK_M, tl.program_id(0) * BLOCK_N
     split = tl.program_id(2)
     blocks = tl.cdiv(K, BLOCK_K)
     each = tl.cdiv(blocks, SPLITS)
-    first, end = split * each, tl.minimum((split + 1) * each, blocks)
-    row_mask, column_mask = rows[:, None] < M, columns[None, :] < N
-    mask = row_mask & column_mask
-    x_at = x + rows.to(tl.int64)[:, None] * x_row
-    weight_at = weight + columns.to(tl.int64)[:, None] * K
     kind: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
     sums = tl.zeros([BLOCK_M, BLOCK_N], kind)
     others = tl.zeros([BLOCK_M, BLOCK_N], kind)  # sums of the other factor
-    to_others = tl.cast(N, tl.int64) * K
-    for block in range(first, end):
-        k = block * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        weight_mask = (columns[:, None] < N) & (k < K)
-        a = tl.load(x_at + k, mask=row_mask & (k < K), other=0.0)
-        b = tl.load(weight_at + k, mask=weight_mask, other=0.0)
+    for block in range(split * each, tl.minimum((split + 1) * each, blocks)):
+        a = x.load([first_row, block * BLOCK_K])
+        b = weight.load([first_column, block * BLOCK_K])
         sums = tl.dot(a, tl.trans(b), sums, out_dtype=kind)
         if GATE != 0:
-            b = tl.load(weight_at + to_others + k, mask=weight_mask, other=0.0)
+            b = weight.load([N + first_column, block * BLOCK_K])
             others = tl.dot(a, tl.trans(b), others, out_dtype=kind)
+    rows, columns = first_row + tl.arange(0, BLOCK_M), first_column + tl.arange(0, BLOCK_N)
+    row_mask, column_mask = rows[:, None] < M, columns[None, :] < N
+    mask = row_mask & column_mask
     row, column = rows.to(tl.int64)[:, None], columns[None, :]
     if GATE != 0:
         found = _gated(
@@ -203,6 +200,27 @@ def reduce_kernel(
     tl.store(out + row * out_row + column, found.to(out.dtype.element_ty), mask=mask)
 
 
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether the rows of both begin where a tensor descriptor can read: at multiples of 16
+    bytes."""
+    return all(
+        each.stride(1) == 1
+        and each.stride(0) * each.itemsize % ALIGNMENT == each.data_ptr() % ALIGNMENT == 0
+        for each in (x, weight)
+    )
+
+
+def padded(matrix: Tensor) -> Tensor:
+    """A copy of which `takes` is true, with zeros behind each row."""
+    return F.pad(matrix, (0, -matrix.shape[1] % ALIGNMENT)).contiguous()
+
+
+def described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """What a kernel loads blocks of a matrix from: by Hopper's copy engine (TMA), by pointers on
+    GPUs before it."""
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
 def gated_product(
     name: str, x: Tensor, weight: Tensor, tiling: Tiling, bias: Tensor | None = None
 ) -> Tensor:
@@ -226,8 +244,6 @@ def product(
     rows, width = x.shape
     outputs = len(weight) // (2 if gate else 1)
     assert not gate or tiling.splits == 1, "the factors of a gated product are not split"
-    assert weight.is_contiguous(), "a weight's rows are contiguous"
-    assert x.stride(1) == 1, "numbers of a row are adjacent"
     x_scales, weight_scales, bias, add_to = epilogue
     out = add_to
     if out is None:
@@ -244,15 +260,14 @@ def product(
     extras = [out if each is None else each for each in (x_scales, weight_scales, bias)]
     blocks = triton.cdiv(outputs, tiling.block_n), triton.cdiv(rows, tiling.block_m)
     product_kernel[(*blocks, tiling.splits)](
-        x,
-        weight,
+        described(x, tiling.block_m, tiling.block_k),
+        described(weight, tiling.block_n, tiling.block_k),
         out,
         parts,
         *extras,
         rows,
         outputs,
         width,
-        x.stride(0),
         out.stride(0),
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,

@@ -30,16 +30,17 @@ from engine.worker.cuda.kernels.reference import (
     Scoring,
 )
 from engine.worker.cuda.kernels.tiling import (
+    EIGHT_BIT,
     FEW_ROWS_4_BIT,
     FIXED,
     FIXED_4_BIT,
     GATED,
-    MANY_ROWS_8_BIT,
+    MORE_ROWS_8_BIT,
     MORE_ROWS_GATED,
     MORE_ROWS_LONG,
     NARROW,
     NARROW_4_BIT,
-    NARROW_8_BIT,
+    NARROW_FP8,
     WIDE,
 )
 
@@ -149,8 +150,8 @@ class Trial:
             (WIDE, x, weight),
             (NARROW, x, weight),
             (MORE_ROWS_LONG, x, weight),
-            (NARROW_8_BIT, x8, weight8),
-            (MANY_ROWS_8_BIT, x8, weight8),
+            (replace(EIGHT_BIT, splits=4), x8, weight8),
+            (MORE_ROWS_8_BIT, x8, weight8),
         ):
             wanted = reference.product(left, right, self.dtype, add_to=add_to)
             epilogue = module.Epilogue(add_to=add_to.clone())
@@ -186,7 +187,7 @@ class Trial:
         x, scales = self.noise(5, 160), self.noise(72, 5, seed=2).float().abs()
         bits = torch.arange(72 * 160, device=self.place) % 127  # all finite numbers from 0 on
         values = bits.to(torch.uint8).view(72, 160).view(FP8)
-        for run, tiling in ((32, replace(FIXED, block_k=32)), (160, NARROW_8_BIT)):
+        for run, tiling in ((32, replace(FIXED, block_k=32)), (160, NARROW_FP8)):
             count = -(-160 // run)
             weight = values.float() * scales[:, :count].repeat_interleave(run, dim=1)
             found = module.product(x, values, scales[:, :count].contiguous(), run, tiling)

@@ -3,7 +3,7 @@ float linear before it.
 
     norm ─▶ quantize ─▶ qkv, up   one launch before the product instead of two
     gate ─▶ quantize ─▶ down      the same
-    up ─▶ gate                    one launch instead of two, up to 64 rows
+    up ─▶ gate                    one launch instead of two, up to 128 rows
 
 The layers stay as they are: the norm or gate moves into the linear, and a pass-through takes its
 place.

@@ -40,12 +40,13 @@ class FastProducts:
         self, x: Tensor, weight: Tensor, dtype: torch.dtype, *epilogue: Tensor | None
     ) -> Tensor | None:
         """`x @ weight.T` with its scales, bias and `add_to`; None if torch is chosen."""
-        fits = x.stride(1) == 1 and weight.is_contiguous()
-        tiling = tiling_of(len(x), weight) if fits else None
-        if self.is_batch_invariant:
-            tiling = FIXED
+        tiling = FIXED if self.is_batch_invariant else tiling_of(len(x), weight)
         if self.gemm is None or tiling is None:
             return None
+        if not self.gemm.takes(x, weight):
+            if not self.is_batch_invariant:
+                return None
+            x, weight = self.gemm.padded(x), self.gemm.padded(weight)
         found: Tensor = self.gemm.product(x, weight, tiling, dtype, self.gemm.Epilogue(*epilogue))
         return found
 
@@ -53,9 +54,8 @@ class FastProducts:
         self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor | None:
         """The gated activation of the product of 16-bit floats; None if these are two kernels."""
-        fits = x.stride(1) == 1 and weight.is_contiguous() and not self.is_batch_invariant
-        tiling = gated_tiling(len(x), len(weight)) if fits else None
-        if self.gemm is None or tiling is None:
+        tiling = None if self.is_batch_invariant else gated_tiling(len(x), len(weight))
+        if self.gemm is None or tiling is None or not self.gemm.takes(x, weight):
             return None
         found: Tensor = self.gemm.gated_product(name, x, weight, tiling, bias)
         return found

@@ -99,7 +99,7 @@ def test_a_linear_computes_the_same_by_the_kernel_and_by_torch(rows: int, run: i
     )
 
 
-def test_up_to_64_rows_the_tiles_are_those_of_8_bits() -> None:
+def test_more_rows_have_larger_tiles_up_to_256() -> None:
     assert str(fp8_weight_tiling(1, 4096)) == "16x64x128x4x4x4"
     assert str(fp8_weight_tiling(16, 28672)) == "16x64x128x1x4x4", "enough blocks without splits"
     assert str(fp8_weight_tiling(64, 4096)) == "64x64x128x2x4x4"

@@ -34,14 +34,15 @@ def operands(rows: int, outputs: int, width: int, dtype: torch.dtype) -> tuple[T
 @given(
     rows=st.integers(1, 20),
     outputs=st.integers(1, 70),
-    width=st.integers(1, 100),
+    runs=st.integers(1, 12),
     dtype=st.sampled_from([torch.float16, torch.int8]),
     tiling=st.sampled_from([SMALL, SPLIT]),
 )
 def test_ragged_shapes(
-    rows: int, outputs: int, width: int, dtype: torch.dtype, tiling: object
+    rows: int, outputs: int, runs: int, dtype: torch.dtype, tiling: object
 ) -> None:
-    x, weight = operands(rows, outputs, width, dtype)
+    x, weight = operands(rows, outputs, runs * 16 // dtype.itemsize, dtype)
+    assert gemm.takes(x, weight)
     found = gemm.product(x, weight, tiling, torch.float32, gemm.Epilogue())
     wanted = reference.product(x, weight, torch.float32)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
@@ -68,15 +69,15 @@ def test_scales_bias_and_residual_follow_in_the_same_launches(
 @given(
     rows=st.integers(1, 20),
     inner=st.integers(1, 40),
-    width=st.integers(1, 100),
+    runs=st.integers(1, 12),
     name=st.sampled_from(sorted(gemm.GATES)),
     has_bias=st.booleans(),
 )
 def test_gated_products_are_those_of_separate_kernels(
-    rows: int, inner: int, width: int, name: str, has_bias: bool
+    rows: int, inner: int, runs: int, name: str, has_bias: bool
 ) -> None:
     """With whole numbers, whose sums are exact, and the gate that follows a product."""
-    x, weight = (each.round() for each in operands(rows, 2 * inner, width, torch.float16))
+    x, weight = (each.round() for each in operands(rows, 2 * inner, 8 * runs, torch.float16))
     weight /= 16
     bias = noise(2 * inner, seed=2, dtype=torch.float16) if has_bias else None
     product = gemm.product(x, weight, SMALL, torch.float16, gemm.Epilogue(bias=bias))
@@ -84,6 +85,19 @@ def test_gated_products_are_those_of_separate_kernels(
     interpreted("rows").gated(name, product, wanted)
     found = gemm.gated_product(name, x, weight, SMALL, bias)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("width", [5, 8, 30])
+def test_rows_that_a_descriptor_cannot_read_are_padded(width: int) -> None:
+    x, weight = operands(3, 20, width, torch.float16)
+    x = x[:, 1:] if width == 30 else x  # begins in the middle of 16 bytes
+    weight = weight[:, : x.shape[1]]
+    assert gemm.takes(x, weight) == (width == 8)
+    both = gemm.padded(x), gemm.padded(weight)
+    assert gemm.takes(*both)
+    found = gemm.product(*both, SMALL, torch.float32, gemm.Epilogue())
+    wanted = reference.product(x, weight, torch.float32)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_the_result_of_a_row_does_not_depend_on_the_other_rows() -> None:

@@ -6,18 +6,22 @@ import pytest
 import torch
 
 from engine.worker.cuda.kernels.tiling import (
+    EIGHT_BIT,
     FEW_ROWS_4_BIT,
     FIXED,
     FIXED_4_BIT,
     GATED,
-    MANY_ROWS_8_BIT,
+    LONG,
     MIDDLE,
+    MORE_ROWS_8_BIT,
     MORE_ROWS_GATED,
     MORE_ROWS_LONG,
+    MORE_ROWS_MIDDLE,
+    MORE_ROWS_NARROW,
     MORE_ROWS_WIDE,
+    MOST_ROWS_GATED,
     NARROW,
     NARROW_4_BIT,
-    NARROW_8_BIT,
     WIDE,
     WIDE_4_BIT,
     Tiling,
@@ -28,7 +32,7 @@ from engine.worker.cuda.kernels.tiling import (
 )
 from engine.worker.cuda.model.linears import FastProducts
 
-MEASURED = Path(__file__).parents[5] / "examples/benchmarks/results/gpu/h200/gemm.json"
+MEASURED = Path(__file__).parents[5] / "examples/benchmarks/results/gpu/h200/products.json"
 
 
 def weight(outputs: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -39,16 +43,18 @@ def weight(outputs: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     ("rows", "outputs", "dtype", "wanted"),
     [
         (1, 128256, torch.bfloat16, WIDE),
-        (16, 28672, torch.int8, WIDE),
+        (16, 28672, torch.int8, EIGHT_BIT),
         (16, 6144, torch.bfloat16, MIDDLE),
         (16, 4096, torch.bfloat16, NARROW),
         (1, 4095, torch.bfloat16, None),
-        (16, 4096, torch.float8_e4m3fn, NARROW_8_BIT),
+        (16, 4096, torch.float8_e4m3fn, replace(EIGHT_BIT, splits=2)),
         (17, 128256, torch.bfloat16, MORE_ROWS_WIDE),
         (64, 16384, torch.float16, MORE_ROWS_WIDE),
-        (64, 6144, torch.bfloat16, None),
+        (64, 6144, torch.bfloat16, MORE_ROWS_MIDDLE),
+        (64, 4096, torch.bfloat16, MORE_ROWS_NARROW),
         (65, 128256, torch.bfloat16, None),
-        (64, 4096, torch.int8, MANY_ROWS_8_BIT),
+        (64, 4096, torch.int8, replace(MORE_ROWS_8_BIT, splits=2)),
+        (64, 16384, torch.int8, MORE_ROWS_8_BIT),
         (65, 4096, torch.int8, None),
     ],
 )
@@ -64,14 +70,16 @@ def test_weights_of_few_inputs_are_torchs_unless_they_are_wide() -> None:
     assert tiling_of(16, weight(151936, 896, torch.bfloat16)) == WIDE
 
 
-def test_more_rows_of_a_long_weight_are_split() -> None:
+def test_a_long_weight_is_split_further() -> None:
     assert tiling_of(64, weight(4096, 14336, torch.bfloat16)) == MORE_ROWS_LONG
+    assert tiling_of(16, weight(4096, 14336, torch.bfloat16)) == LONG
+    assert tiling_of(64, weight(4096, 14336, torch.int8)) == replace(MORE_ROWS_8_BIT, splits=4)
     assert tiling_of(65, weight(4096, 14336, torch.bfloat16)) is None
 
 
-def test_gated_products_have_up_to_64_rows_and_enough_blocks() -> None:
-    assert [gated_tiling(rows, 28672) for rows in (1, 16, 17, 64, 65)] == [
-        GATED, GATED, MORE_ROWS_GATED, MORE_ROWS_GATED, None
+def test_gated_products_have_up_to_128_rows_and_enough_blocks() -> None:
+    assert [gated_tiling(rows, 28672) for rows in (1, 16, 17, 64, 65, 128, 129)] == [
+        GATED, GATED, MORE_ROWS_GATED, MORE_ROWS_GATED, MOST_ROWS_GATED, MOST_ROWS_GATED, None
     ]  # fmt: skip
     assert gated_tiling(1, 16383) is None
 
@@ -99,15 +107,21 @@ def test_experts_have_larger_tiles_where_each_has_more_rows_than_the_smaller_one
     assert expert_tiling(513, 32) == FIXED_4_BIT
 
 
-def test_the_choice_is_what_was_measured_for_most_shapes() -> None:
-    measured = json.loads(MEASURED.read_text())
-    agrees = []
-    for shape, name in measured.items():
-        rows, sizes = shape.split(" rows, ")
-        outputs, width, dtype = sizes.replace(" x ", " ").split()
-        chosen = tiling_of(int(rows), weight(int(outputs), int(width), getattr(torch, dtype)))
-        agrees.append(name == ("torch" if chosen is None else str(chosen)))
-    assert sum(agrees) >= 0.7 * len(agrees)
+def test_the_choice_is_nearly_the_fastest_that_was_measured() -> None:
+    """On one GPU, between a few tilings."""
+    unmeasured = 0
+    for shape, row in json.loads(MEASURED.read_text())["products"].items():
+        times = row["microseconds"]
+        outputs, width = row["outputs"], row["width"]
+        if row["is_gated"]:
+            chosen = gated_tiling(row["rows"], outputs)
+        else:
+            dtype = getattr(torch, row["dtype"])
+            chosen = tiling_of(row["rows"], weight(outputs, width, dtype))
+        name = "torch" if chosen is None else str(chosen)
+        unmeasured += name not in times
+        assert times.get(name, 0.0) <= 1.06 * min(times.values()), shape
+    assert unmeasured <= 3, "of 27"
 
 
 def test_batch_invariant_products_have_one_tiling_whatever_the_number_of_rows(
@@ -117,6 +131,7 @@ def test_batch_invariant_products_have_one_tiling_whatever_the_number_of_rows(
 
     class Gemm:
         Epilogue = tuple
+        takes = staticmethod(lambda x, weight: True)
 
         @staticmethod
         def product(x: object, weight: object, tiling: Tiling, *_: object) -> object:

@@ -144,11 +144,11 @@ def test_a_float_linear_adds_in_place() -> None:
 def test_a_gate_behind_a_float_linear_is_computed_with_it_or_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Alike: with our kernel up to 64 rows, and by two kernels for more, or in batch-invariant
+    """Alike: with our kernel up to 128 rows, and by two kernels for more, or in batch-invariant
     mode."""
     monkeypatch.setattr(tiling, "MIN_WIDE", 64)
     rows, gemm = interpreted("rows"), interpreted("gemm")
-    x, weight, bias = (noise(*each, dtype=torch.float16) for each in ((65, 32), (64, 32), (64,)))
+    x, weight, bias = (noise(*each, dtype=torch.float16) for each in ((129, 32), (64, 32), (64,)))
     launches: list[int] = []
     plain = gemm.gated_product
 
@@ -158,15 +158,15 @@ def test_a_gate_behind_a_float_linear_is_computed_with_it_or_after_it(
         return found
 
     monkeypatch.setattr(gemm, "gated_product", counted)
-    wanted = torch.empty(65, 32, dtype=torch.float16)
+    wanted = torch.empty(129, 32, dtype=torch.float16)
     reference.gated("silu", torch.nn.functional.linear(x, weight, bias), wanted)
     for is_batch_invariant in (False, True):
         fast = FastProducts(rows, gemm, is_batch_invariant=is_batch_invariant)
         linear = LinearWithGate(FloatLinear(weight, bias, fast), FusedGate("silu", rows))
-        for count in (1, 16, 64, 65):
+        for count in (1, 16, 64, 128, 129):
             torch.testing.assert_close(linear(x[:count]), wanted[:count], rtol=2e-2, atol=1e-3)
     apart = x.t().contiguous().t()  # torch's, as our kernel reads rows of adjacent numbers
     fast = FastProducts(rows, gemm)
     linear = LinearWithGate(FloatLinear(weight, bias, fast), FusedGate("silu", rows))
     torch.testing.assert_close(linear(apart[:3]), wanted[:3], rtol=2e-2, atol=1e-3)
-    assert launches == [1, 16, 64]
+    assert launches == [1, 16, 64, 128]
