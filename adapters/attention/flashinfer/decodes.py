@@ -34,8 +34,9 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, tables: PageTables, window: int | None, count: int) -> "Runs":
-        """At most `count` runs, each row's about equally long; one per row if `count` is that of
-        rows. Those behind the last row's are empty. With a window rows read their last tokens."""
+        """The runs of a step, of each row equally long ones; one each if `count` is the number of
+        rows. Runs behind those of the last row are empty. With a window rows read their last
+        tokens."""
         size, ends = len(tables.kv_len), tables.kv_len.astype(np.int64)
         starts = np.zeros(size, np.int64) if window is None else np.maximum(ends - window, 0)
         lengths = ends - starts

@@ -157,7 +157,7 @@ def _products() -> Iterator[Variant]:
         types |= {"out": "*bf16", "parts": f"*{kind}"}
         has = {"HAS_SCALES": dtype != "bf16", "HAS_BIAS": False, "HAS_ADDED": True}
         more: tuple[Any, ...] = (found.EIGHT_BIT, found.MORE_ROWS_8_BIT)
-        gated = found.GATED, found.MORE_ROWS_GATED, found.MOST_ROWS_GATED
+        gated = found.GATED, found.MORE_ROWS_GATED, found.MANY_ROWS_GATED
         if dtype == "bf16":
             more = found.WIDE, found.MIDDLE, found.NARROW, found.LONG, found.MORE_ROWS_WIDE
             more += found.MORE_ROWS_MIDDLE, found.MORE_ROWS_NARROW, found.MORE_ROWS_LONG, *gated

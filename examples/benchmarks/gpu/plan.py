@@ -1,5 +1,6 @@
 """The stages: kernel builds, the worker alone on random weights, tests, the server over HTTP."""
 
+import importlib.util
 import json
 import os
 import re
@@ -177,7 +178,9 @@ def run_tests(words: Sequence[str], seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tests.xml"
         run = [sys.executable, "-m", "pytest", "-q", *words, "-p", "no:cacheprovider"]
-        run += ["-p", "no:benchmark", "-n", str(min(MAX_TEST_PROCESSES, os.cpu_count() or 1))]
+        if importlib.util.find_spec("xdist"):
+            count = min(MAX_TEST_PROCESSES, os.cpu_count() or 1)
+            run += ["-p", "no:benchmark", "-n", str(count)]
         output = ""
         try:
             command([*run, f"--junitxml={path}", "-o", "junit_family=xunit1"], seconds)

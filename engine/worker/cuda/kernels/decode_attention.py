@@ -23,7 +23,7 @@ from engine.worker.cuda.kernels.reference import FP8, DecodeKeys, Scoring
 LOG2_E = tl.constexpr(1.4426950408889634)
 TWICE_LOG2_E = tl.constexpr(2.8853900817779268)
 MIN_HEADS = 16  # rows of a product on tensor cores
-TILE_BYTES = 8192  # of keys
+TILE_BYTES = 8192  # keys alone
 MIN_TILE, MAX_TILE = 16, 64  # tokens
 WIDE = 256  # numbers of a head from which on a program has more warps
 NUM_STAGES = 4
@@ -54,7 +54,7 @@ def _query(q_at, is_head, IS_FP8: tl.constexpr):
 
 @triton.jit
 def _scores(left, right, key, factor, cap, IS_FP8: tl.constexpr, HAS_CAP: tl.constexpr):
-    """Of a tile's keys for all heads, to base 2."""
+    """The scores of a tile's keys for all heads, to base 2."""
     if IS_FP8:
         even, odd = _widened(key)
         scores = tl.dot(right, tl.trans(odd), tl.dot(left, tl.trans(even))) * factor

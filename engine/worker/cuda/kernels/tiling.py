@@ -44,7 +44,7 @@ MORE_ROWS_NARROW = Tiling(64, 64, 128, 2, 4, 4)
 MORE_ROWS_LONG = Tiling(64, 128, 128, 4, 4, 4)
 GATED = Tiling(16, 128, 128, 1, 8, 3)  # outputs of each factor
 MORE_ROWS_GATED = Tiling(64, 64, 64, 1, 4, 4)
-MOST_ROWS_GATED = Tiling(128, 128, 64, 1, 8, 4)
+MANY_ROWS_GATED = Tiling(128, 128, 64, 1, 8, 4)
 EIGHT_BIT = Tiling(16, 64, 256, 1, 4, 3)  # with more splits for fewer outputs
 MORE_ROWS_8_BIT = Tiling(64, 64, 128, 1, 4, 5)
 FIXED_4_BIT = Tiling(64, 64, 128, 1, 4, 3)  # every product's in batch-invariant mode; experts'
@@ -96,7 +96,7 @@ def gated_tiling(rows: int, outputs: int) -> Tiling | None:
     both factors; None: a product and a gate."""
     if outputs < MIN_WIDE:
         return None
-    tilings = GATED, MORE_ROWS_GATED, MOST_ROWS_GATED
+    tilings = GATED, MORE_ROWS_GATED, MANY_ROWS_GATED
     return next((each for each in tilings if rows <= each.block_m), None)
 
 

@@ -19,7 +19,7 @@ from engine.worker.cuda.kernels.tiling import (
     MORE_ROWS_MIDDLE,
     MORE_ROWS_NARROW,
     MORE_ROWS_WIDE,
-    MOST_ROWS_GATED,
+    MANY_ROWS_GATED,
     NARROW,
     NARROW_4_BIT,
     WIDE,
@@ -79,7 +79,7 @@ def test_a_long_weight_is_split_further() -> None:
 
 def test_gated_products_have_up_to_128_rows_and_enough_blocks() -> None:
     assert [gated_tiling(rows, 28672) for rows in (1, 16, 17, 64, 65, 128, 129)] == [
-        GATED, GATED, MORE_ROWS_GATED, MORE_ROWS_GATED, MOST_ROWS_GATED, MOST_ROWS_GATED, None
+        GATED, GATED, MORE_ROWS_GATED, MORE_ROWS_GATED, MANY_ROWS_GATED, MANY_ROWS_GATED, None
     ]  # fmt: skip
     assert gated_tiling(1, 16383) is None
 
