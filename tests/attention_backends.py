@@ -71,8 +71,6 @@ class OnStandIn:
         self._stand_in = stand_in
         self.plan = attention.plan
         self.plan_captured = attention.plan_captured
-        self.may_divide = attention.may_divide
-        self.divides = attention.divides
 
     def run(
         self,

@@ -62,15 +62,17 @@ class StandIn(StandInStream):
 
     def merge_parts(self) -> MergeParts:
         """The kernel's reference."""
+        return self._merging(reference.merge_parts)
 
+    def _merging(self, plain: MergeParts) -> MergeParts:
         def merge(
             found: Tensor, sums: Tensor, first: Tensor, out: Tensor, sinks: Tensor | None
         ) -> None:
-            self.calls.append(("merge_parts", {"first": first}))
+            self.calls.append((plain.__name__, {"first": first}))
             self.check_device("first", first, torch.int32)
             assert all(each.is_contiguous() for each in (found, sums, out))
             self.catch_up()
-            reference.merge_parts(found, sums, first, out, sinks)
+            plain(found, sums, first, out, sinks)
 
         return merge
 
@@ -84,8 +86,10 @@ class StandIn(StandInStream):
             self.calls.append(("attend_decodes", {"runs": read.runs, "pages": read.pages}))
             self.check_device("runs", read.runs, torch.int32)
             self.check_device("pages", read.pages, torch.int32)
-            assert given[4].is_contiguous()
+            assert all(each.is_contiguous() for each in (given[4], *given[5]))
             self.catch_up()
+            for each in given[5]:
+                each.fill_(torch.nan)
             reference.attend_decodes(*given)
 
-        return DecodeKernels(attend, self.merge_parts())
+        return DecodeKernels(attend, self._merging(reference.merge_runs))

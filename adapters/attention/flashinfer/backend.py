@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adapters.attention.flashinfer.captured import CapturedLaunches
-from adapters.attention.flashinfer.decodes import DecodeLaunch, is_uneven, plan_bytes
+from adapters.attention.flashinfer.decodes import DecodeLaunch, plan_bytes
 from adapters.attention.flashinfer.fit import missing_requirement, unsupported_shape
 from adapters.attention.flashinfer.launches import Geometry, Launch, MixedLaunch, Sinks
 from adapters.attention.flashinfer.library import FlashInfer
@@ -85,25 +85,11 @@ class FlashInferAttention:
         """Plan the launch of a step and start the copies of its tables."""
         self._plan(self._decodes if layout.is_decode_only else self._mixed, layout)
 
-    def may_divide(self, rows: int) -> bool:
-        """Whether there is a second graph of so many decodes."""
-        return self._captured.may_divide(rows)
-
-    def divides(self, layout: RaggedLayout) -> bool:
-        """Whether the longest decode would keep the others waiting."""
-        if not (layout.is_decode_only and self.may_divide(layout.num_tokens)):
-            return False
-        heads, processors = self._geometry.spec.num_kv_heads, self._library.num_processors
-        return is_uneven(layout.kv_len, heads, processors)
-
-    def plan_captured(self, layout: RaggedLayout, *, divides: bool = False) -> tuple[int, ...]:
+    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
         """Plan a step for the graph of its kind and size; the plan's values that the graph contains
         as constants."""
-        size, captured = layout.num_tokens, self._captured
-        if divides and captured.may_divide(size):
-            launch = captured.divided(size)
-        else:
-            launch = (captured.decodes if layout.is_decode_only else captured.mixed)(size)
+        captured = self._captured
+        launch = (captured.decodes if layout.is_decode_only else captured.mixed)(layout.num_tokens)
         self._plan(launch, layout)
         return launch.baked(self._library)
 
@@ -151,7 +137,7 @@ class FlashInferAttention:
         """For up to so many rows; FA2's without our kernels."""
         if kernels is None:
             return self._mixed
-        return DecodeLaunch(self._geometry, self._library, kernels, rows, divides=None)
+        return DecodeLaunch(self._geometry, self._library, kernels, rows)
 
     def _upload(self, arena: PageTableArena, layout: RaggedLayout) -> Tensor:
         """Start the copies of slots and page indices to the device; returns the page indices."""

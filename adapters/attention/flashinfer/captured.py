@@ -30,28 +30,13 @@ class CapturedLaunches:
         self._work = work
         self._kernels = kernels
         self._decodes: dict[int, GraphLaunch] = {}
-        self._divided: dict[int, GraphLaunch] = {}
         self._mixed: dict[int, GraphLaunch] = {}
 
     def decodes(self, size: int) -> GraphLaunch:
         """The launch of `size` decodes."""
         if size not in self._decodes:
-            self._decodes[size] = self._launch(size, divides=not self._disables_splits(size))
+            self._decodes[size] = self._launch(size)
         return self._decodes[size]
-
-    def may_divide(self, size: int) -> bool:
-        """Whether there is another launch of `size` decodes, for requests of unequal lengths: where
-        the first one does not divide keys. A window makes lengths equal. All ranks find the
-        same."""
-        spec = self._geometry.spec
-        is_even = size == 1 or spec.window is not None or spec.is_batch_invariant
-        return not is_even and self._disables_splits(size)
-
-    def divided(self, size: int) -> GraphLaunch:
-        """The launch of `size` decodes of unequal lengths; `may_divide` is true."""
-        if size not in self._divided:
-            self._divided[size] = self._launch(size, divides=True)
-        return self._divided[size]
 
     def mixed(self, size: int) -> GraphLaunch:
         """The launch of `size` rows of any requests."""
@@ -65,11 +50,10 @@ class CapturedLaunches:
             )
         return self._mixed[size]
 
-    def _launch(self, size: int, *, divides: bool) -> GraphLaunch:
+    def _launch(self, size: int) -> GraphLaunch:
         with torch.inference_mode(False):  # buffers are written in and outside of inference mode
             if self._kernels is not None:
-                library, kernels = self._library, self._kernels
-                return DecodeLaunch(self._geometry, library, kernels, size, divides=divides)
+                return DecodeLaunch(self._geometry, self._library, self._kernels, size)
             wrapper = self._work.captured(size)
         disables = self._disables_splits(size)
         event = self._library.event()

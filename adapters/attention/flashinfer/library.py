@@ -124,7 +124,7 @@ class FlashInfer:
 
     def decode_kernels(self) -> DecodeKernels | None:
         """Our Triton kernels, if they are verified on this GPU."""
-        merge = self.merge_parts()
-        if self._decodes is None or merge is None:
+        if self._decodes is None or self._parts is None:
             return None
-        return DecodeKernels(cast(AttendDecodes, self._decodes.attend_decodes), merge)
+        attend = cast(AttendDecodes, self._decodes.attend_decodes)
+        return DecodeKernels(attend, cast(MergeParts, self._parts.merge_runs))

@@ -23,9 +23,11 @@ RopeAndCacheWrite = Callable[
 # What parts of rows found, their sums, the first part of each row; into the next tensor, with
 # sinks.
 MergeParts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], None]
-# Attention of q over runs of keys, into the fifth tensor; with the runs' sums, or sinks.
+# Attention of q over runs of keys, into the fifth tensor or into the runs' results and sums; with
+# sinks.
 AttendDecodes = Callable[
-    [Tensor, Tensor, Tensor, DecodeKeys, Tensor, Scoring, Tensor | None, Tensor | None], None
+    [Tensor, Tensor, Tensor, DecodeKeys, Tensor, tuple[Tensor, Tensor], Scoring, Tensor | None],
+    None,
 ]
 AddSinks = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]  # the same with sinks
 
@@ -34,7 +36,7 @@ class DecodeKernels(NamedTuple):
     """Attention of decodes over runs of keys, and what adds up a row's runs."""
 
     attend: AttendDecodes  # `reference.attend_decodes`
-    merge: MergeParts
+    merge: MergeParts  # `reference.merge_runs`
 
 
 class DeviceEvent(Protocol):

@@ -53,12 +53,9 @@ class CapturableImageAttention(ImageAttention):
         super().__init__(usual, of_images)
         self._capturable = usual
 
-        self.may_divide = usual.may_divide
-        self.divides = usual.divides
-
-    def plan_captured(self, layout: RaggedLayout, *, divides: bool = False) -> tuple[int, ...]:
+    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
         self.run = self._capturable.run
-        return self._capturable.plan_captured(layout, divides=divides)
+        return self._capturable.plan_captured(layout)
 
 
 MakesBackend = Callable[[AttentionSpec, KVTensors], AttentionBackend]
@@ -151,17 +148,11 @@ class RecordableMixedAttention(MixedAttention, RecordableAttention):
 class CapturableMixedAttention(MixedAttention):
     """All groups can be captured in a CUDA graph."""
 
-    def may_divide(self, rows: int) -> bool:
-        return any(backend.may_divide(rows) for backend, _ in self._capturable)
-
-    def divides(self, layout: RaggedLayout) -> bool:
-        return any(backend.divides(layout.of_group(group)) for backend, group in self._capturable)
-
-    def plan_captured(self, layout: RaggedLayout, *, divides: bool = False) -> tuple[int, ...]:
+    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
         return tuple(
             value
             for backend, group in self._capturable
-            for value in backend.plan_captured(layout.of_group(group), divides=divides)
+            for value in backend.plan_captured(layout.of_group(group))
         )
 
     @property

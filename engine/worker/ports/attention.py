@@ -123,19 +123,12 @@ class CapturableAttention(AttentionBackend, Protocol):
     """A backend that can be captured in CUDA graphs.
 
     There is a graph for each number of rows, one for steps of decodes only and one for all steps;
-    steps are padded to it (`layout.padded`). Where it `may_divide`, decodes have a second graph,
-    for steps in which one request is much longer than others.
+    steps are padded to it (`layout.padded`).
     """
 
-    def may_divide(self, rows: int) -> bool:
-        """Whether so many decodes have a second graph; equal on all ranks."""
-
-    def divides(self, layout: RaggedLayout) -> bool:
-        """Whether a step of decodes, padded, is for the second graph of its size."""
-
-    def plan_captured(self, layout: RaggedLayout, *, divides: bool = False) -> tuple[int, ...]:
+    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
         """Like `plan`, before each warm-up, capture and replay of the graph of such layouts;
-        returns what it decided that a captured graph cannot change. `divides`: of the second graph.
+        returns what it decided that a captured graph cannot change.
 
         Reads and writes only addresses that are the same for every step of this graph.
         """

@@ -57,7 +57,12 @@ def variants() -> Iterator[Variant]:
     types = {"found": "*bf16", "sums": "*fp32", "sinks": "*fp32", "out": "*bf16"}
     types["first"] = "*i32"
     for name, has_sinks, dim in (("merge_parts", False, 128), ("merge_parts sinks", True, 64)):
-        constants: dict[str, object] = {"NUM_HEADS": 32, "DIM": dim, "HAS_SINKS": has_sinks}
+        constants: dict[str, object] = {
+            "NUM_HEADS": 32,
+            "DIM": dim,
+            "HAS_SINKS": has_sinks,
+            "MIN_PARTS": 1,
+        }
         yield Variant("parts", "kernel", name, types, constants, {"num_warps": 1})
     yield from _decode_attention()
     yield from _products()
@@ -126,7 +131,7 @@ def _rows() -> Iterator[Variant]:
 
 
 def _decode_attention() -> Iterator[Variant]:
-    """Heads of Llama in bfloat16 and fp8, of Gemma, of gpt-oss with sinks; whole and in runs."""
+    """Heads of Llama in bfloat16 and fp8, of Gemma, of gpt-oss with sinks."""
     module = import_module(f"{PACKAGE}.decode_attention")
     for dim, group, kept, more in (
         (128, 4, "bf16", {}),
@@ -134,17 +139,21 @@ def _decode_attention() -> Iterator[Variant]:
         (64, 8, "bf16", {"HAS_SINKS": True}),
         (256, 2, "bf16", {"HAS_CAP": True}),
         (512, 8, "bf16", {}),
-        (128, 4, "bf16", {"HAS_SUMS": True}),
-        (128, 4, "i16", {"HAS_SUMS": True}),
     ):
         types = {"q": "*bf16", "keys": f"*{kept}", "values": f"*{kept}", "runs": "*i32"}
         types |= {"pages": "*i32", "sinks": "*fp32", "sums": "*fp32"}
-        types |= {"out": "*fp32" if "HAS_SUMS" in more else "*bf16"}
+        types |= {"out": "*bf16", "parts": "*fp32"}
         types |= dict.fromkeys(("score_factor", "out_factor", "cap"), "fp32")
         tiling = module.tiling_of(dim, 1 if kept == "i16" else 2)
-        constants = {"GROUP": group, "HEADS": module.MIN_HEADS, "DIM": dim, "PAGE": 16}
+        constants = {
+            "NUM_HEADS": 8 * group,
+            "GROUP": group,
+            "HEADS": module.MIN_HEADS,
+            "DIM": dim,
+            "PAGE": 16,
+        }
         constants |= {"TILE": tiling.tokens, "IS_FP8": kept == "i16"}
-        constants |= dict.fromkeys(("HAS_CAP", "HAS_SUMS", "HAS_SINKS"), False) | more
+        constants |= dict.fromkeys(("HAS_CAP", "HAS_SINKS"), False) | more
         options = {"num_warps": tiling.num_warps, "num_stages": module.NUM_STAGES}
         name = " ".join(("attend_decodes", str(dim), kept, *more))
         yield Variant("decode_attention", "kernel", name, types, constants, options)

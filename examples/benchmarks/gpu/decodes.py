@@ -49,7 +49,7 @@ def lengths_of(case: str) -> list[int]:
 
 
 def measure(case: str, kv_dtype: torch.dtype) -> dict[str, float]:
-    """Microseconds of a layer: the floor, FA2, ours, and ours with divided keys if these differ."""
+    """Microseconds of a layer: the floor, FA2 and ours."""
     lengths = lengths_of(case)
     count, half = len(lengths), torch.bfloat16
     layers, blocks = LAYERS.get(count, 8), sum(-(-each // PAGE) for each in lengths)
@@ -68,19 +68,16 @@ def measure(case: str, kv_dtype: torch.dtype) -> dict[str, float]:
     place = q.device
     for name, library in (("FA2", WithoutKernels), ("ours", FlashInfer)):
         attention = FlashInferAttention(spec, cache, NativeThreadPool(1), library(place, half, ""))
-        for divides in (False, True):
-            if divides and (name == "FA2" or not attention.divides(layout)):
-                continue
-            attention.plan_captured(layout, divides=divides)
+        attention.plan_captured(layout)
 
-            def work(attention: FlashInferAttention = attention) -> None:
-                for pages in attention._pages:
-                    out = torch.empty((count, HEADS, DIM), dtype=half, device=place)
-                    attention._launch.run(q, pages, out)
+        def work(attention: FlashInferAttention = attention) -> None:
+            for pages in attention._pages:
+                out = torch.empty((count, HEADS, DIM), dtype=half, device=place)
+                attention._launch.run(q, pages, out)
 
-            with torch.inference_mode():
-                time = seconds(work, layers * max(read / RATE, 5e-6)) / layers
-            found[f"{name}, keys divided" if divides else name] = time * 1e6
+        with torch.inference_mode():
+            time = seconds(work, layers * max(read / RATE, 5e-6)) / layers
+        found[name] = time * 1e6
     return {name: round(time, 1) for name, time in found.items()}
 
 

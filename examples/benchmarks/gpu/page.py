@@ -135,15 +135,11 @@ def mixed_steps(figures: dict[str, Any]) -> Iterator[str]:
 def unequal(figures: dict[str, Any]) -> Iterator[str]:
     """The table of decodes of which one is longer."""
     yield f"## {figures['shape']}: decodes beside a long one"
-    yield "\n| decodes | and one of | keys divided | ms | undivided, ms | of equal lengths, ms |"
-    yield "|---|---|---|---|---|---|"
+    yield "\n| decodes | and one of | ms | of equal lengths, ms |"
+    yield "|---|---|---|---|"
     for row in figures["unequal"]:
-        names = "seconds", "whole_seconds", "even_seconds"
-        times = " | ".join(f"{row[name] * 1e3:.2f}" for name in names)
-        yield (
-            f"| {row['decodes']} × {row['context']:,} | {row['longest']:,} | "
-            f"{'yes' if row['divides'] else 'no'} | {times} |"
-        )
+        times = " | ".join(f"{row[name] * 1e3:.2f}" for name in ("seconds", "even_seconds"))
+        yield f"| {row['decodes']} × {row['context']:,} | {row['longest']:,} | {times} |"
 
 
 def recorded(outcome: Outcome) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""Times decodes of which one has a much longer context: as served, with each request's keys in one
-thread block, and as many decodes of equal length with as many keys.
+"""Times decodes of which one has a much longer context, and as many decodes of equal length with as
+many keys.
 
 A worker with random weights in this process, two steps in flight as under a server. A case is
 DECODES×CONTEXT+LONGEST, in tokens. Prints JSON in the last line.
@@ -13,11 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
-from engine.step import Step, StepId
-from engine.worker.cuda.step.graphs import StepGraphs
-from engine.worker.model.layout import build_layout
 from engine.worker.process.worker import Worker
 from examples.benchmarks.gpu.mixed_steps import load, pace, paged
 
@@ -51,7 +47,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--cases", nargs="+", default=CASES)
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each case, three times")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each case, twice")
     args = parser.parse_args()
     cases = [Case.of(case) for case in args.cases]
     worker = load(args, [case.lengths for case in cases])
@@ -61,23 +57,15 @@ def main() -> None:
 
 
 def measure(worker: Worker, case: Case, seconds: float) -> dict[str, Any]:
-    """Median seconds from step to step; `divides`: whether the second graph was replayed."""
-    stage, size = worker.parts.stage, worker.parts.limits.block_size
+    """Median seconds from step to step."""
+    size = worker.parts.limits.block_size
 
     def timed(lengths: Sequence[int]) -> float:
-        return pace(worker, stage, paged([(each - 1, 1) for each in lengths], size), seconds)
+        entries = paged([(each - 1, 1) for each in lengths], size)
+        return pace(worker, worker.parts.stage, entries, seconds)
 
-    entries = paged([(each - 1, 1) for each in case.lengths], size)
-    layout = build_layout(Step(StepId(0), entries), worker.parts.limits)
-    wide = None if stage.graphs is None else stage.graphs.padded(layout)
-    graphs = stage.graphs
-    divides = wide is not None and isinstance(graphs, StepGraphs) and graphs.kind_of(wide).divides
-    served = whole = timed(case.lengths)
-    if divides:
-        with patch.object(stage.attention, "divides", lambda layout: False):
-            whole = timed(case.lengths)
-    found = {"seconds": served, "whole_seconds": whole, "even_seconds": timed(case.even)}
-    return {**case._asdict(), "divides": divides, **found}
+    found = {"seconds": timed(case.lengths), "even_seconds": timed(case.even)}
+    return {**case._asdict(), **found}
 
 
 if __name__ == "__main__":

@@ -38,10 +38,9 @@ class Captured(NamedTuple):
     inputs: tuple[Tensor, Tensor, Tensor]
     out: Tensor
     baked: tuple[int, ...]
-    divides: bool
 
 
-def capture(gpu: OnGpu, size: int, *, is_mixed: bool = False, divides: bool = False) -> Captured:
+def capture(gpu: OnGpu, size: int, *, is_mixed: bool = False) -> Captured:
     blank = blank_layout(size, NUM_PAGES, gpu.shape.page_size)
     if is_mixed:
         blank = replace(blank, num_decodes=0)
@@ -49,15 +48,15 @@ def capture(gpu: OnGpu, size: int, *, is_mixed: bool = False, divides: bool = Fa
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.inference_mode(), torch.cuda.stream(stream):
         for _ in range(2):
-            gpu.attention.plan_captured(blank, divides=divides)
+            gpu.attention.plan_captured(blank)
             gpu.attention.run(0, *inputs, None, gpu.sinks)
-        baked = gpu.attention.plan_captured(blank, divides=divides)
+        baked = gpu.attention.plan_captured(blank)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             out = gpu.attention.run(0, *inputs, None, gpu.sinks)
     torch.cuda.synchronize()
-    return Captured(graph, inputs, out, baked, divides)
+    return Captured(graph, inputs, out, baked)
 
 
 def replay(gpu: OnGpu, captured: Captured, step: Paged) -> None:
@@ -76,7 +75,7 @@ def _replay(gpu: OnGpu, captured: Captured, layout: RaggedLayout) -> None:
     for static, new in zip(captured.inputs, gpu.step(size), strict=True):
         static.copy_(new)
     wide = padded(layout, size, NUM_PAGES)
-    assert gpu.attention.plan_captured(wide, divides=captured.divides) == captured.baked
+    assert gpu.attention.plan_captured(wide) == captured.baked
     captured.out.fill_(torch.nan)
     captured.graph.replay()
 
@@ -121,10 +120,9 @@ def test_a_graph_holds_decodes_and_pieces_of_prompts(shape: Shape, size: int) ->
         replay(gpu, decodes, Paged(rows[:8], 16, seed=turn))
 
 
-def test_a_second_graph_adds_up_the_parts_of_long_requests() -> None:
+def test_the_keys_of_long_requests_are_divided_beside_short_ones() -> None:
     gpu = OnGpu(LLAMA, NUM_PAGES)
-    size = next(each for each in (40, 64, 128, 256) if gpu.attention.may_divide(each))
-    captured = capture(gpu, size, divides=True)
+    captured = capture(gpu, 64)
     for turn, longest in enumerate((8000, 1, 513, 4097)):
         rows = tuple((turn + 7 * i, 1) for i in range(30))
         replay(gpu, captured, Paged(((longest, 1), *rows), 16, seed=turn))

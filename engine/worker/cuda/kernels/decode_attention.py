@@ -86,6 +86,14 @@ def _store(out_at, mean, odd_mean, scale, is_head, IS_FP8: tl.constexpr):
 
 
 @triton.jit
+def _run(at):
+    """Its row and how it is named, the place of its pages, its first and its end token."""
+    named = tl.load(at).to(tl.int64)
+    row = tl.where(named < 0, -1 - named, named)
+    return row, named, tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
 def kernel(
     q,
     keys,
@@ -93,6 +101,7 @@ def kernel(
     runs,
     pages,
     out,
+    parts,
     sums,
     sinks,
     q_row,
@@ -102,6 +111,7 @@ def kernel(
     score_factor,
     out_factor,
     cap,
+    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -109,18 +119,16 @@ def kernel(
     TILE: tl.constexpr,
     IS_FP8: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    HAS_SUMS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: KV heads × runs. `cap` is to base 2; strides of the cache are in loaded numbers."""
     wait(IS_DEPENDENT)
     run = tl.program_id(1).to(tl.int64)
-    row = tl.load(runs + 4 * run).to(tl.int64)
-    own_pages = pages + tl.load(runs + 4 * run + 1)
-    first, end = tl.load(runs + 4 * run + 2), tl.load(runs + 4 * run + 3)
+    row, named, start, first, end = _run(runs + 4 * run)
     if first >= end:
         return
+    own_pages = pages + start
     STEP: tl.constexpr = 2 if IS_FP8 else 1
     dims, group = tl.arange(0, DIM // STEP), tl.arange(0, HEADS)
     heads, is_head = tl.program_id(0) * GROUP + group, group[:, None] < GROUP
@@ -147,15 +155,16 @@ def kernel(
         largest = most
         token += TILE
     total = tl.sum(weights, axis=1)
-    if HAS_SUMS:
-        sums_at = sums + run * tl.num_programs(0) * GROUP + heads
-        tl.store(sums_at, largest + tl.log2(total), mask=group < GROUP)
-        row = run
+    is_part = group < tl.where(named < 0, GROUP, 0)
+    is_whole = group < tl.where(named < 0, 0, GROUP)
+    tl.store(sums + run * NUM_HEADS + heads, largest + tl.log2(total), mask=is_part)
     if HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=group < GROUP, other=0.0) * LOG2_E
+        sink = tl.load(sinks + heads, mask=is_whole, other=float("-inf")) * LOG2_E
         total += tl.exp2(sink - largest)
-    out_at = out + row * tl.num_programs(0) * GROUP * DIM + at
-    _store(out_at, mean, odd_mean, (out_factor / total)[:, None], is_head, IS_FP8)
+    scale = (out_factor / total)[:, None]
+    part_at, out_at = parts + run * NUM_HEADS * DIM + at, out + row * NUM_HEADS * DIM + at
+    _store(part_at, mean, odd_mean, scale, is_part[:, None], IS_FP8)
+    _store(out_at, mean, odd_mean, scale, is_whole[:, None], IS_FP8)
 
 
 class Tiling(NamedTuple):
@@ -177,8 +186,8 @@ def attend_decodes(
     values: Tensor,
     read: DecodeKeys,
     out: Tensor,
+    parts: tuple[Tensor, Tensor],
     scoring: Scoring,
-    sums: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
     """See `reference.attend_decodes`; heads are a power of two wide and lie side by side in q and
@@ -186,11 +195,9 @@ def attend_decodes(
     num_heads, dim = q.shape[1:]
     num_kv_heads, group = keys.shape[2], num_heads // keys.shape[2]
     tiling = tiling_of(dim, keys.itemsize)
-    is_fp8 = keys.dtype == FP8
-    factor = 1.0
+    is_fp8, factor, cap = keys.dtype == FP8, 1.0, scoring.soft_cap
     if is_fp8:
         keys, values, factor = keys.view(torch.int16), values.view(torch.int16), FP8_FACTOR
-    cap = scoring.soft_cap
     kernel[(num_kv_heads, len(read.runs))](
         q,
         keys,
@@ -198,7 +205,7 @@ def attend_decodes(
         read.runs,
         read.pages,
         out,
-        out if sums is None else sums,
+        *parts,
         out if sinks is None else sinks,
         q.stride(0),
         keys.stride(0),
@@ -207,6 +214,7 @@ def attend_decodes(
         scoring.scale * scoring.k_scale * LOG2_E.value * factor,
         scoring.v_scale * factor,
         1.0 if cap is None else cap * LOG2_E.value,
+        NUM_HEADS=num_heads,
         GROUP=group,
         HEADS=max(MIN_HEADS, triton.next_power_of_2(group)),
         DIM=dim,
@@ -214,8 +222,7 @@ def attend_decodes(
         TILE=tiling.tokens,
         IS_FP8=is_fp8,
         HAS_CAP=cap is not None,
-        HAS_SUMS=sums is not None,
-        HAS_SINKS=sinks is not None and sums is None,
+        HAS_SINKS=sinks is not None,
         num_warps=tiling.num_warps,
         num_stages=NUM_STAGES,
         **launch_options(q.device),

@@ -20,6 +20,7 @@ def kernel(
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    MIN_PARTS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Grid: rows × heads. A part's share of its row is `2 ** (its sum - the row's)`."""
@@ -27,6 +28,8 @@ def kernel(
     row, head = tl.program_id(0), tl.program_id(1)
     dims = tl.arange(0, DIM)
     start, end = tl.load(first + row), tl.load(first + row + 1)
+    if end - start < MIN_PARTS:
+        return
     most = tl.load(sums + start * NUM_HEADS + head)
     for part in range(start + 1, end):
         most = tl.maximum(most, tl.load(sums + part * NUM_HEADS + head))
@@ -50,6 +53,24 @@ def merge_parts(
     found: Tensor, sums: Tensor, first: Tensor, out: Tensor, sinks: Tensor | None = None
 ) -> None:
     """See `reference.merge_parts`; all tensors are contiguous, heads are a power of two wide."""
+    _merge(found, sums, first, out, sinks, 1)
+
+
+def merge_runs(
+    found: Tensor, sums: Tensor, first: Tensor, out: Tensor, sinks: Tensor | None = None
+) -> None:
+    """See `reference.merge_runs`."""
+    _merge(found, sums, first, out, sinks, 2)
+
+
+def _merge(
+    found: Tensor,
+    sums: Tensor,
+    first: Tensor,
+    out: Tensor,
+    sinks: Tensor | None,
+    min_parts: int,
+) -> None:
     rows, num_heads, dim = out.shape
     kernel[(rows, num_heads)](
         found,
@@ -60,6 +81,7 @@ def merge_parts(
         NUM_HEADS=num_heads,
         DIM=dim,
         HAS_SINKS=sinks is not None,
+        MIN_PARTS=min_parts,
         num_warps=max(1, dim // 128),
         **launch_options(out.device),
     )

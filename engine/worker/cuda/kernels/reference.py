@@ -80,6 +80,11 @@ class DecodeKeys(NamedTuple):
     runs: Tensor  # int32 [runs, 4]: row, place of its first page in `pages`, first token, end token
     pages: Tensor  # int32, the pages of all rows
 
+    @staticmethod
+    def row_of(number: int) -> tuple[int, bool]:
+        """The row that a run names, and whether it has other runs: then it is `~row`."""
+        return (~number, True) if number < 0 else (number, False)
+
 
 class Scoring(NamedTuple):
     """How attention scores a key: `scale * q · key`, capped if there is a cap (Gemma 2)."""
@@ -96,22 +101,23 @@ def attend_decodes(
     values: Tensor,
     read: DecodeKeys,
     out: Tensor,
+    parts: tuple[Tensor, Tensor],
     scoring: Scoring,
-    sums: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """Attention of q `[rows, heads, dim]` over runs of keys, into `out`.
+    """Attention of q `[rows, heads, dim]` over runs of keys.
 
-    Keys and values are pages `[pages, tokens of a page, kv heads, dim]`. Without `sums` each row
-    has one run, and `out` is `[rows, heads, dim]`; `sinks` `[heads]` are scores of keys without a
-    value. With `sums` `out` `[runs, heads, dim]` is attention over each run alone, and `sums`
-    float32 `[runs, heads]` the logarithms to base 2 of the sums of exponentiated scores: what
-    `merge_parts` takes. Runs without tokens are not written.
+    Keys and values are pages `[pages, tokens of a page, kv heads, dim]`. A row with one run gets
+    its attention in `out` `[rows, heads, dim]`, with `sinks` `[heads]`, scores of keys without a
+    value. Each run of the others goes to `parts`, which `merge_runs` adds up: float32
+    `[runs, heads, dim]`, attention over the run alone, and `[runs, heads]`, the logarithm to base 2
+    of the sum of its exponentiated scores. Runs without tokens are not written.
     """
     size, group = keys.shape[1], q.shape[1] // keys.shape[2]
-    for number, (row, page, first, end) in enumerate(read.runs.tolist()):
+    for number, (named, page, first, end) in enumerate(read.runs.tolist()):
         if first >= end:
             continue
+        row, is_part = read.row_of(named)
         ids = read.pages[page : page - (-end // size)].long()
         k, v = (
             whole.view(torch.uint8)[ids].view(whole.dtype) if whole.dtype == FP8 else whole[ids]
@@ -122,13 +128,26 @@ def attend_decodes(
         scores = torch.einsum("hd,khd->hk", q[row].double(), k) * scoring.scale * scoring.k_scale
         if scoring.soft_cap is not None:
             scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
-        if sums is not None:
-            sums[number] = torch.logsumexp(scores, dim=1) / LN_2
+        if is_part:
+            parts[1][number] = torch.logsumexp(scores, dim=1) / LN_2
         elif sinks is not None:
             scores = torch.cat((scores, sinks.double()[:, None]), dim=1)
         shares = scores.softmax(dim=1)[:, : len(k)]
         found = torch.einsum("hk,khd->hd", shares, v) * scoring.v_scale
-        out[row if sums is None else number] = found.to(out.dtype)
+        if is_part:
+            parts[0][number] = found.to(torch.float32)
+        else:
+            out[row] = found.to(out.dtype)
+
+
+def merge_runs(
+    found: Tensor, sums: Tensor, first: Tensor, out: Tensor, sinks: Tensor | None = None
+) -> None:
+    """`merge_parts` of the rows that have several parts; the others stay as they are."""
+    for row, (start, end) in enumerate(pairwise(first.tolist())):
+        if end - start > 1:
+            here = torch.tensor([0, end - start])
+            merge_parts(found[start:end], sums[start:end], here, out[row : row + 1], sinks)
 
 
 def rope_and_cache_write(

@@ -1,12 +1,11 @@
 """CUDA graphs of a stage's steps, one for each captured number of rows.
 
 A step is padded to the next captured size. Decodes only have graphs of their own, whose attention
-is a decode kernel's, and where that needs it second ones for requests of unequal lengths. Steps
-with pieces of prompts have graphs up to `MAX_MIXED_ROWS` tokens: larger ones take the GPU longer
-than their launches take the host. They run eagerly, and so do steps with rows of LoRA adapters,
-whose segments vary, and with pieces far behind the start of a prompt. A graph holds embedding and
-layers; logits and sampling run after it, for the real rows only. A graph of one of several ranks
-contains their all-reduces: they replay the same sizes in the same order.
+is a decode kernel's. Steps with pieces of prompts have graphs up to `MAX_MIXED_ROWS` tokens: larger
+ones take the GPU longer than their launches take the host. They run eagerly, and so do steps with
+rows of LoRA adapters, whose segments vary, and with pieces far behind the start of a prompt. A
+graph holds embedding and layers; logits and sampling run after it, for the real rows only. A graph
+of one of several ranks contains their all-reduces: they replay the same sizes in the same order.
 """
 
 import logging
@@ -59,18 +58,13 @@ class GraphSizes(NamedTuple):
 
 
 class GraphKind(NamedTuple):
-    """The steps of a graph: `rows` decodes, or so many tokens of decodes and of prompts.
-
-    `divides`: the second graph of decodes, whose attention divides the keys of long requests.
-    """
+    """The steps of a graph: `rows` decodes, or so many tokens of decodes and of prompts."""
 
     is_decode_only: bool
     rows: int
-    divides: bool = False
 
     def __str__(self) -> str:
-        unequal = " of unequal lengths" if self.divides else ""
-        return f"{self.rows} {'decodes' if self.is_decode_only else 'tokens with prompts'}{unequal}"
+        return f"{self.rows} {'decodes' if self.is_decode_only else 'tokens with prompts'}"
 
 
 class _Captured(NamedTuple):
@@ -115,7 +109,7 @@ class StepGraphs:
         """Capture all sizes, the largest first: smaller graphs reuse its memory.
 
         All ranks of a stage capture together. Raises `StartupError` if decodes cannot be captured,
-        and with `needs_all` if other steps cannot, which else run eagerly, or by the first graph.
+        and with `needs_all` if other steps cannot, which else run eagerly.
         """
         kinds = [GraphKind(False, size) for size in reversed(sizes.mixed)]
         kinds += [GraphKind(True, size) for size in reversed(sizes.decodes)]
@@ -126,15 +120,12 @@ class StepGraphs:
             except (RuntimeError, AssertionError) as error:
                 line = next(iter(str(error).splitlines()), "") or type(error).__name__
                 line = f"a step of {kind} cannot be captured as a CUDA graph: {line}"
-                if (kind.is_decode_only and not kind.divides) or needs_all:
+                if kind.is_decode_only or needs_all:
                     raise StartupError(
                         f"{line}; --no-cuda-graphs runs steps without graphs"
                     ) from error
                 logger.warning("%s; such steps run without a graph", line)
                 self._streams.synchronize()
-            is_first = kind.is_decode_only and not kind.divides
-            if is_first and self._layers.attention.may_divide(kind.rows):
-                kinds.append(kind._replace(divides=True))
         progress("graphs", len(kinds), len(kinds))
 
     @property
@@ -159,12 +150,12 @@ class StepGraphs:
         """Plan attention and replay; hidden states `[size, hidden]`, which the next replay of any
         size overwrites. If the plan is not the one that was captured, the step and all later ones
         of its kind run without the graph."""
-        kind, layers = self.kind_of(layout), self._layers
+        kind, layers = GraphKind(layout.is_decode_only, layout.num_tokens), self._layers
         captured = self._captured[kind]
         if layers.received is not None:
             assert hidden is not None, "later stages receive hidden states"
             layers.received[: len(hidden)].copy_(hidden)
-        baked = layers.attention.plan_captured(layout, divides=kind.divides)
+        baked = layers.attention.plan_captured(layout)
         if baked == captured.baked:
             captured.graph.replay()
             return captured.hidden
@@ -173,13 +164,6 @@ class StepGraphs:
         layers.attention.plan(layout)
         return layers(captured.ids, captured.positions)
 
-    def kind_of(self, layout: RaggedLayout) -> GraphKind:
-        """The graph of a padded step."""
-        kind = GraphKind(layout.is_decode_only, layout.num_tokens)
-        second = kind._replace(divides=True)
-        divides = second in self._captured and self._layers.attention.divides(layout)
-        return second if divides else kind
-
     def _capture(self, kind: GraphKind) -> _Captured:
         blank = blank_layout(kind.rows, *self._blank)
         if not kind.is_decode_only:
@@ -187,9 +171,9 @@ class StepGraphs:
         ids, positions = self._arena.put(blank.token_ids, blank.positions)
         attention = self._layers.attention
         for _ in range(NUM_WARM_UPS):
-            attention.plan_captured(blank, divides=kind.divides)
+            attention.plan_captured(blank)
             self._layers(ids, positions)
-        baked = attention.plan_captured(blank, divides=kind.divides)
+        baked = attention.plan_captured(blank)
         self._streams.synchronize()
         graph, hidden = self._streams.capture(lambda: self._layers(ids, positions))
         return _Captured(graph, ids, positions, hidden, baked)

@@ -29,8 +29,6 @@ from engine.worker_settings import WorkerReport, WorkerSettings
 from tests.engine.worker.cuda.standing import StandingGpu, gpu_settings
 from tests.worker_settings import changed
 
-UNEQUAL = 2.5  # the longest of requests and their mean
-
 
 class CapturableReference(ReferenceAttention):
     """Asserts that each run of the layers has its own plan, and each graph one, too."""
@@ -40,25 +38,14 @@ class CapturableReference(ReferenceAttention):
         self._num_layers = len(cache.keys)
         self._left = 0  # layers that may still run under the plan
         self.planned: list[int] = []  # rows of each plan for a graph, negative with prompts
-        self.divided: list[int] = []  # rows of each plan for a second graph
 
     def plan(self, layout: RaggedLayout) -> None:
         assert self._left == 0, "planned twice, and not run"
         self._left = self._num_layers
         super().plan(layout)
 
-    def may_divide(self, rows: int) -> bool:
-        """Four decodes have a second graph."""
-        return rows == 4
-
-    def divides(self, layout: RaggedLayout) -> bool:
-        return bool(layout.kv_len.max() >= UNEQUAL * layout.kv_len.mean())
-
-    def plan_captured(self, layout: RaggedLayout, *, divides: bool = False) -> tuple[int, ...]:
+    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
         rows = layout.num_tokens
-        assert not divides or self.may_divide(rows)
-        if divides:
-            self.divided.append(rows)
         self.planned.append(rows if layout.is_decode_only else -rows)
         self._left = 0  # a capture records and does not run
         self.plan(layout)

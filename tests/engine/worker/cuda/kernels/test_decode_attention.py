@@ -32,8 +32,8 @@ def runs_of(lengths: list[int], length: int) -> list[tuple[int, int, int, int]]:
     """Runs of at most `length` tokens; each row has eight pages more than it needs."""
     found, page = [], 0
     for row, end in enumerate(lengths):
-        starts = range(0, end, length)
-        found += [(row, page, start, min(start + length, end)) for start in starts]
+        starts, named = range(0, end, length), ~row if end > length else row
+        found += [(named, page, start, min(start + length, end)) for start in starts]
         page += -(-end // PAGE) + 8
     return found
 
@@ -57,27 +57,30 @@ def test_rows_and_their_runs(
     has_sinks: bool,
     run: int,
 ) -> None:
-    found = runs_of(lengths, run)
-    is_divided = len(found) > len(lengths)
-    num_pages = found[-1][1] + 40
+    rows = [*runs_of(lengths, run), (0, 0, 0, 0)]
+    num_pages = rows[-2][1] + 40
     pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5)).int()
     keys, values = cache(num_pages, 2, dim, dtype)
     q = noise(len(lengths), 2 * group + 1, dim, seed=3).half()[:, : 2 * group]
-    rows = [*found, (0, 0, 0, 0)] if is_divided else found
     read = DecodeKeys(torch.tensor(rows, dtype=torch.int32), pages)
     scoring = Scoring(dim**-0.5, cap, *((0.5, 2.0) if dtype == FP8 else (1.0, 1.0)))
     sinks = noise(2 * group, seed=4) if has_sinks else None
-    outs = []
+    results = []
     for attend in (decodes.attend_decodes, reference.attend_decodes):
-        sizes = len(rows), 2 * group, dim
-        out = torch.full(sizes, torch.nan, dtype=torch.float32 if is_divided else torch.float16)
-        sums = torch.full(sizes[:2], torch.nan) if is_divided else None
-        attend(q, keys, values, read, out, scoring, sums, None if is_divided else sinks)
-        outs.append((out, out if sums is None else sums))
-    for one, other in zip(*outs, strict=True):
+        out = torch.full(q.shape, torch.nan, dtype=torch.float16)
+        parts = (
+            torch.full((len(rows), 2 * group, dim), torch.nan),
+            torch.full((len(rows), 2 * group), torch.nan),
+        )
+        attend(q, keys, values, read, out, parts, scoring, sinks)
+        results.append((out, *parts))
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=4e-3, atol=4e-3, equal_nan=True)
-        assert one[len(found) :].isnan().all(), "a run without tokens was written"
-        assert not one[: len(found)].isnan().any()
+    out, *found = results[0]
+    is_part = read.runs[:, 0] < 0
+    assert all((each.flatten(1).isnan().any(1) != is_part).all() for each in found)
+    divided = torch.tensor([length > run for length in lengths])
+    assert (out.flatten(1).isnan().any(1) == divided).all()
 
 
 @pytest.mark.parametrize(("dim", "itemsize"), [(64, 2), (128, 2), (256, 2), (512, 2), (128, 1)])

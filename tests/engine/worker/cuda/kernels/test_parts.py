@@ -32,6 +32,13 @@ def test_rows_of_any_number_of_parts(
     parts.merge_parts(found, sums, first, one, sinks)
     reference.merge_parts(found, sums, first, other, sinks)
     torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    kept = torch.full_like(one, torch.nan)
+    parts.merge_runs(found, sums, first, kept, sinks)
+    for row, count in enumerate(counts):
+        assert torch.equal(kept[row], one[row]) if count > 1 else bool(kept[row].isnan().all())
+    reference.merge_runs(found, sums, first, kept.fill_(0), sinks)
+    for row, count in enumerate(counts):
+        assert torch.equal(kept[row], other[row] if count > 1 else torch.zeros_like(kept[row]))
 
 
 def test_sinks_of_rows_with_one_part_need_no_kernel() -> None:

@@ -200,12 +200,12 @@ BEFORE = [
     "rms_norm", "linear", "gated", "addmm_",
 ]  # fmt: skip
 AFTER = [
-    "rms_norm", "product", "rope and write", "attention", "addmm_",
+    "rms_norm", "product", "rope and write", "attention", "merge", "addmm_",
     "rms_norm", "gated_product", "addmm_",
 ]  # fmt: skip
 AFTER_8_BITS = [
-    "norm_and_quantize", "product", "rope and write", "attention", "quantize_rows", "product",
-    "norm_and_quantize", "product", "gate_and_quantize", "product",
+    "norm_and_quantize", "product", "rope and write", "attention", "merge", "quantize_rows",
+    "product", "norm_and_quantize", "product", "gate_and_quantize", "product",
 ]  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiling, "MIN_WIDE", 2 * INNER)
 
 
-def test_a_layer_in_bfloat16_launches_8_kernels_instead_of_10() -> None:
+def test_a_layer_in_bfloat16_launches_9_kernels_instead_of_10() -> None:
     plain, before = decode("bfloat16", is_fused=False)
     found, after = decode("bfloat16", is_fused=True)
     assert before == BEFORE
@@ -224,7 +224,7 @@ def test_a_layer_in_bfloat16_launches_8_kernels_instead_of_10() -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
-def test_a_layer_in_8_bits_launches_10_kernels_instead_of_40(weights: str) -> None:
+def test_a_layer_in_8_bits_launches_11_kernels_instead_of_40(weights: str) -> None:
     plain, before = decode(weights, is_fused=False)
     found, after = decode(weights, is_fused=True)
     assert len(before) >= 40
@@ -232,7 +232,7 @@ def test_a_layer_in_8_bits_launches_10_kernels_instead_of_40(weights: str) -> No
     assert float((found - plain).norm() / plain.norm()) < 0.05
 
 
-def test_a_layer_of_a_rank_launches_12_kernels_instead_of_14() -> None:
+def test_a_layer_of_a_rank_launches_13_kernels_instead_of_14() -> None:
     plain, before = decode("bfloat16", is_fused=False, is_ranked=True)
     found, after = decode("bfloat16", is_fused=True, is_ranked=True)
     assert before == [
@@ -240,8 +240,8 @@ def test_a_layer_of_a_rank_launches_12_kernels_instead_of_14() -> None:
         "all-reduce", "add_", "rms_norm", "linear", "gated", "linear", "all-reduce", "add_",
     ]  # fmt: skip
     assert after == [
-        "rms_norm", "product", "rope and write", "attention", "linear", "all-reduce", "add_",
-        "rms_norm", "gated_product", "linear", "all-reduce", "add_",
+        "rms_norm", "product", "rope and write", "attention", "merge", "linear", "all-reduce",
+        "add_", "rms_norm", "gated_product", "linear", "all-reduce", "add_",
     ]  # fmt: skip
     torch.testing.assert_close(found, plain, rtol=2e-2, atol=5e-2)
 
@@ -249,4 +249,4 @@ def test_a_layer_of_a_rank_launches_12_kernels_instead_of_14() -> None:
 def test_a_layer_of_a_rank_in_8_bits_norms_and_quantizes_in_one_launch() -> None:
     _, after = decode("int8", is_fused=True, is_ranked=True)
     assert after.count("norm_and_quantize") == 2
-    assert len(after) == 14
+    assert len(after) == 15

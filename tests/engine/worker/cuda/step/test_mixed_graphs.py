@@ -115,7 +115,7 @@ def test_a_graph_whose_plan_has_changed_is_dropped_and_its_step_runs_eagerly(
     if not is_decode:
         entries.append(prompt(1, 8, 5))
     attention = worker.device.made[-1]
-    monkeypatch.setattr(attention, "plan_captured", lambda layout, divides: (-1,))
+    monkeypatch.setattr(attention, "plan_captured", lambda layout: (-1,))
     for number in range(1, 5):  # each drops the next larger graph, if there is one
         found, wanted = both(number, *entries, on=(worker, eager))
         assert found == wanted
@@ -226,38 +226,3 @@ def test_stages_and_ranks_replay_mixed_steps(model: Path, eager: OnStandIns) -> 
 
 def decodes(lengths: tuple[int, ...]) -> list[StepEntry]:
     return [entry(request, length - 1, 5) for request, length in enumerate(lengths)]
-
-
-def test_decodes_of_unequal_lengths_replay_a_second_graph_of_their_size(
-    with_graphs: OnStandIns, eager: OnStandIns
-) -> None:
-    """With the same tokens; other sizes have none."""
-    attention = with_graphs.device.made[-1]
-    for number, (lengths, divided) in enumerate(
-        (((15, 1, 1, 1), [4]), ((9, 8, 9, 8), []), ((15, 1), []), ((15, 1, 1), [4])), 100
-    ):
-        warm = [prompt(at, 0, length - 1) for at, length in enumerate(lengths) if length > 1]
-        both(number, *warm, on=(with_graphs, eager))
-        before = len(attention.divided)
-        found, wanted = both(number, *decodes(lengths), on=(with_graphs, eager))
-        assert found == wanted
-        assert attention.divided[before:] == divided
-
-
-def test_without_a_second_graph_the_first_one_is_replayed(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    capture = StepGraphs._capture
-
-    def fails(self: StepGraphs, kind: GraphKind) -> Any:
-        if kind.divides:
-            raise RuntimeError("out of memory")
-        return capture(self, kind)
-
-    monkeypatch.setattr(StepGraphs, "_capture", fails)
-    worker = on_stand_ins(model, **LIMITS)
-    assert "a step of 4 decodes of unequal lengths cannot be captured" in caplog.text
-    attention = worker.device.made[-1]
-    worker.run(step(0, *decodes((15, 1, 1, 1))))
-    assert attention.planned[-1] == 4
-    assert attention.divided == []
