@@ -1,7 +1,7 @@
 """The modules that FlashInfer compiles for a model, built side by side.
 
 FlashInfer compiles a module at its first use, so that a first start would compile one after the
-other: FA2, and then XQA, a single source file, while the other cores are idle.
+other.
 """
 
 import importlib

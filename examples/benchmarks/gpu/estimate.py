@@ -1,12 +1,13 @@
-"""An estimate of decode steps of Llama-3.1-8B on an H200, before a GPU has measured them.
+"""An estimate of decode steps of Llama-3.1-8B on an H200 that no GPU has run yet.
 
     python -m examples.benchmarks.gpu.estimate
 
 Bytes and launches are counted: bytes from the model's shape, launches by
-`tests/engine/worker/cuda/model/test_launches.py`. Bandwidth, the share of it that each kind of
-kernel reaches, and the time of a small kernel are assumptions. A product with 4-bit weights takes
-as long as reading them, or as the instructions that its compiled loop has per weight, whichever is
-longer. No figure of this module was measured.
+`tests/engine/worker/cuda/model/test_launches.py`. An H200 measured the seconds of attention; the
+shares of the bandwidth that products reach and the seconds of small kernels are such that the
+layers take as long as it measured (`results/gpu`). Those of batch-invariant products and all of
+products with 4-bit weights are assumptions: these take as long as reading them, or as the
+instructions that the compiled loop has per weight, whichever is longer.
 """
 
 from dataclasses import dataclass
@@ -17,14 +18,15 @@ ITEM = 2  # bytes of a bfloat16
 ITEM_4_BITS = 0.5625  # of int4 in groups of 32 with a float16 scale
 REQUESTS, CONTEXT = 64, 1024
 
-BANDWIDTH = 4.3e12  # bytes/s that a copy may reach on an H200; 4.8e12 on paper
-SMALL_KERNEL = 3e-6  # seconds of a norm, RoPE or copy of 64 rows inside a CUDA graph
+BANDWIDTH = 4.3e12  # bytes/s of a copy on an H200; 4.8e12 on paper
+FA2, OURS = 73.0e-6, 66.0e-6  # seconds of a layer's attention
+SMALL_KERNEL = 1.5e-6  # seconds of a norm, gate or RoPE, of which the kernels beside it hide a part
 PROCESSORS, CLOCK, LANES = 132, 1.7e9, 128  # instructions of so many threads in a cycle
 # Of a loop over 128 inputs in the machine code for sm_90a, by the weights that a thread decodes in
 # it, for tiles of 16 and 64 rows and groups of 32.
 INSTRUCTIONS = {16: 523 / 128, 64: 443 / 64}
 ISSUED = 0.7  # of the instructions that could be, an assumption
-SUMS = 4  # kernels of a layer that add the parts of a product
+MORE_IN_4_BITS = 5  # kernels of a layer: the gate, and sums of the parts of four products
 OUTSIDE = 0.15e-3  # seconds of plan, sampling (greedy) and copies that nothing hides
 
 
@@ -34,22 +36,20 @@ class Assumption:
 
     name: str
     gemm: float  # share of the bandwidth
-    attention: float
+    attention: float  # seconds of a layer
     small: int  # launches of a layer that are neither GEMM nor attention
 
     @property
     def seconds(self) -> float:
         """Of a step."""
-        reads = weight_bytes() / self.gemm + kv_bytes() / self.attention
-        return reads / BANDWIDTH + LAYERS * self.small * SMALL_KERNEL + OUTSIDE
+        layer = self.attention + self.small * SMALL_KERNEL
+        return weight_bytes() / (self.gemm * BANDWIDTH) + LAYERS * layer + OUTSIDE
 
 
-VERSIONS = (
-    Assumption("separate kernels, split keys in every graph", 0.85, 0.75, 7),
-    Assumption("fused kernels, chosen GEMM kernels, no split keys", 0.90, 0.80, 4),
-    Assumption("the same, with a decode kernel that packs GQA heads", 0.90, 0.92, 4),
-    Assumption("`--batch-invariant`: one tiling without splits, no split keys", 0.65, 0.80, 4),
-)
+APART = Assumption("attention by FA2, gates in kernels of their own", 0.81, FA2, 4)
+FUSED = Assumption("attention by our kernel, gates in products", 0.83, OURS, 3)
+INVARIANT = Assumption("`--batch-invariant`: one tiling without splits, FA2", 0.65, FA2, 4)
+VERSIONS = (APART, FUSED, INVARIANT)
 
 
 def num_weights() -> int:
@@ -70,13 +70,13 @@ def kv_bytes(requests: int = REQUESTS) -> int:
 
 def seconds_in_4_bits(requests: int) -> float:
     """Of a step with int4 weights."""
-    fused = VERSIONS[2]
-    reading = ITEM_4_BITS * num_weights() / (fused.gemm * BANDWIDTH)
+    reading = ITEM_4_BITS * num_weights() / (FUSED.gemm * BANDWIDTH)
     tile = 16 if requests <= 16 else 64
     rate = PROCESSORS * CLOCK * LANES * ISSUED / INSTRUCTIONS[tile]
     products = max(reading, -(-requests // tile) * num_weights() / rate)
-    attention = kv_bytes(requests) / (fused.attention * BANDWIDTH)
-    return products + attention + LAYERS * (fused.small + SUMS) * SMALL_KERNEL + OUTSIDE
+    attention = LAYERS * OURS * requests / REQUESTS
+    small = LAYERS * (FUSED.small + MORE_IN_4_BITS) * SMALL_KERNEL
+    return products + attention + small + OUTSIDE
 
 
 def floor() -> float:

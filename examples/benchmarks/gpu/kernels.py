@@ -1,20 +1,29 @@
 """Builds all FlashInfer modules that the tests and benchmarks need, side by side.
 
-    python -m examples.benchmarks.gpu.kernels [--copy-to DIR] [--json FILE]
+    python -m examples.benchmarks.gpu.kernels [--capability 9.0] [--copy-to DIR] [--json FILE]
 
-Cold builds one after the other take longer than a stage of the check; together they are estimated
-at a few minutes on 16 cores. Those that Llama needs, which the first figures are of, come before
-the others: ninja finishes modules that it builds together at about the same time. Each module is
-reported when it is built. Modules in FlashInfer's cache are not built again, so a build that was
-cut short goes on where it ended.
+With `--capability` they are built for GPUs of this compute capability, none of which need be
+present. A machine without a CUDA toolkit can make one of wheels: after `pip install --no-deps
+--target D nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl nvidia-nvvm`, in
+the version of torch's CUDA, CUDA_HOME is D/nvidia/cu13. A module takes one to two minutes of two
+cores.
+
+Those that Llama needs, which the first figures are of, come before the others: ninja finishes
+modules that it builds together at about the same time. Each module is reported when it is built.
+Modules in FlashInfer's cache are not built again, so a build that was cut short goes on where it
+ended.
 """
 
 import argparse
 import json
+import os
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 from adapters.attention.flashinfer.modules import (
@@ -34,13 +43,31 @@ def specs() -> list[Module]:
 
     half, fp8 = torch.bfloat16, torch.float8_e4m3fn
 
-    def plain(q: torch.dtype, kv: torch.dtype, dim: int, *, window: bool = False) -> Module:
-        return fa2(q, kv, dim, window=window, soft_cap=False)
+    def plain(dtype: torch.dtype, kv: torch.dtype, dim: int, *, window: bool = False) -> Module:
+        return fa2(dtype, kv, dim, window=window, soft_cap=False)
 
-    found = [plain(half, half, 128), plain(half, half, 128, window=True)]
+    found = [plain(half, half, 128), plain(half, half, 128, window=True), plain(half, fp8, 128)]
     found += [plain(half, half, 64, window=each) for each in (False, True)]
-    found += [plain(torch.float16, torch.float16, 128), plain(half, fp8, 128)]
-    return found + [plain(half, half, dim) for dim in (256, 512)]
+    found += [plain(torch.float16, torch.float16, 128), plain(half, half, 512)]
+    variants = product((False, True), repeat=2)
+    return found + [fa2(half, half, 256, window=each, soft_cap=cap) for each, cap in variants]
+
+
+def prepare(capability: tuple[int, int], folder: Path) -> None:
+    """The environment to build for GPUs of this compute capability, which need not be present:
+    modules are linked with an empty driver library in `folder`."""
+    from engine.worker.cuda.build_environment import DRIVER, prepare_environment
+    from engine.worker.cuda.requirements import cuda_home, kernel_cache
+    from engine.worker.cuda.wheel_toolkit import assembled
+
+    home, library = cuda_home(), folder / DRIVER
+    if (home / "lib").is_dir() and not (home / "lib64").exists():
+        os.environ["CUDA_HOME"] = str(assembled(home, kernel_cache()))
+    compiler = os.environ.get("CC", "cc")
+    command = [compiler, "-shared", f"-Wl,-soname,{DRIVER}.1", "-o", str(library)]
+    subprocess.run([*command, "-x", "c", os.devnull], check=True)
+    os.environ["FLASHINFER_EXTRA_LDFLAGS"] = f"-L{folder}"
+    prepare_environment(capability)
 
 
 def llama_first(modules: Sequence[Module]) -> None:
@@ -73,28 +100,43 @@ def build_all(
     made.run(build)
 
 
+def build(copy_to: Path | None, path: Path | None) -> int:
+    """Build, and copy the built libraries; the exit code is 1 if a module failed."""
+    began, modules = time.perf_counter(), specs()
+    build_all(modules, llama_first, path)
+    built = [each for each in modules if is_built(each)]
+    seconds = time.perf_counter() - began
+    print(f"{len(built)} of {len(modules)} modules in {seconds:.0f} s", flush=True)
+    for each in built:
+        if copy_to and not each.is_aot:
+            folder = copy_to / each.name
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(each.jit_library_path, folder / f"{each.name}.so")
+    return int(len(built) < len(modules))
+
+
 def main() -> int:
-    """Build, and copy the built libraries if asked to; the exit code is 1 if a module failed."""
+    """Build for the GPU given or present; the exit code is 1 if a module or nvcc is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", help="of GPUs that need not be present, such as 9.0")
     parser.add_argument("--copy-to", type=Path, help="a folder for DIR/NAME/NAME.so")
     parser.add_argument("--json", type=Path, help="a file for the modules and their seconds")
     arguments = parser.parse_args()
     import torch
 
     from engine.worker.cuda.build_environment import prepare_environment
+    from engine.worker.cuda.requirements import missing_kernels
 
-    prepare_environment(torch.cuda.get_device_capability())
-    began, modules = time.perf_counter(), specs()
-    build_all(modules, llama_first, arguments.json)
-    built = [each for each in modules if is_built(each)]
-    seconds = time.perf_counter() - began
-    print(f"{len(built)} of {len(modules)} modules in {seconds:.0f} s", flush=True)
-    for each in built if arguments.copy_to else ():
-        if not each.is_aot:
-            folder = arguments.copy_to / each.name
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copy(each.jit_library_path, folder / f"{each.name}.so")
-    return int(len(built) < len(modules))
+    if lacking := missing_kernels():
+        print(f"FlashInfer's modules cannot be built here: {lacking}", file=sys.stderr)
+        return 1
+    if not arguments.capability:
+        prepare_environment(torch.cuda.get_device_capability())
+        return build(arguments.copy_to, arguments.json)
+    major, minor = map(int, arguments.capability.split("."))
+    with tempfile.TemporaryDirectory() as folder:
+        prepare((major, minor), Path(folder))
+        return build(arguments.copy_to, arguments.json)
 
 
 if __name__ == "__main__":

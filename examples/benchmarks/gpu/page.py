@@ -48,6 +48,10 @@ def page(machine: dict[str, str], outcomes: Sequence[Outcome]) -> str:
             lines += ["", *mixed_steps(outcome.figures)]
         if "unequal" in outcome.figures:
             lines += ["", *unequal(outcome.figures)]
+        if "products" in outcome.figures:
+            lines += ["", *products(outcome.figures["products"])]
+        if "decodes" in outcome.figures:
+            lines += ["", *decodes(outcome.figures["decodes"])]
         if outcome.figures.get("numbers"):
             lines += ["", *recorded(outcome)]
     for outcome in outcomes:
@@ -140,6 +144,27 @@ def unequal(figures: dict[str, Any]) -> Iterator[str]:
     for row in figures["unequal"]:
         times = " | ".join(f"{row[name] * 1e3:.2f}" for name in ("seconds", "even_seconds"))
         yield f"| {row['decodes']} × {row['context']:,} | {row['longest']:,} | {times} |"
+
+
+def products(found: dict[str, Any]) -> Iterator[str]:
+    """The table of products by torch and by our kernel in its fastest tiling."""
+    yield "## Products\n\n| with a norm before it | torch, µs | ours, µs | tiling |"
+    yield "|---|---|---|---|"
+    for name, row in found.items():
+        times = dict(row["microseconds"])
+        by_torch = times.pop("torch")
+        best = min(times, key=times.__getitem__)
+        yield f"| {name} | {by_torch:.1f} | {times[best]:.1f} | {best} |"
+
+
+def decodes(found: dict[str, dict[str, float]]) -> Iterator[str]:
+    """The table of attention of decodes."""
+    names = "floor", "FA2", "ours"
+    yield "## Attention of decodes, µs of a layer\n"
+    yield f"| | {' | '.join(names)} |\n|---|---|---|---|"
+    for case, times in found.items():
+        cells = (f"{times[name]:.1f}" if name in times else "" for name in names)
+        yield f"| {case} | {' | '.join(cells)} |"
 
 
 def recorded(outcome: Outcome) -> Iterator[str]:

@@ -86,14 +86,17 @@ class Plan:
             )
             for one in self.alone
         ]
-        build = []
+        build, kernels = [], []
         if self.device != "cpu":
             build = [Stage("Triton kernels", 90.0, verify_triton_kernels)]
+            kernels = [Stage("products", 60.0, partial(time_kernels, self, "products"))]
             if self.attention == "auto":
                 build.append(Stage("kernels", 300.0, partial(build_kernels, self)))
+                kernels.append(Stage("decodes", 60.0, partial(time_kernels, self, "decodes")))
         return [
             *build,
             Stage("tests", 240.0, partial(run_tests, self.tests)),
+            *kernels,
             alone[0],
             Stage("mixed steps", 60.0 + 0.5 * self.http_seconds, partial(run_mixed, self)),
             Stage("unequal lengths", 60.0, partial(run_unequal, self)),
@@ -130,6 +133,14 @@ def verify_triton_kernels(seconds: float) -> dict[str, Any]:
         command([sys.executable, "-m", module], seconds).splitlines()[-1]
     )
     return found
+
+
+def time_kernels(plan: Plan, name: str, seconds: float) -> dict[str, Any]:
+    """Microseconds of our kernels beside those of libraries, by a program of this folder."""
+    path = plan.folder / f"{name}.json"
+    module = f"examples.benchmarks.gpu.{name}"
+    command([sys.executable, "-m", module, "--json", str(path)], seconds)
+    return _read(path)
 
 
 def run_alone(plan: Plan, one: WorkerRun, seconds: float) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,11 @@ UNEQUAL: dict[str, Any] = {"decodes": 40, "context": 1024, "longest": 32768}
 UNEQUAL |= {"seconds": 0.008, "even_seconds": 0.0075}
 
 
+TIMES = {"torch": 19.1, "64x64x128x1x4x4": 18.4, "64x64x128x2x4x4": 20.0}
+PRODUCTS = {"products": {"qkv of 64 rows": {"rows": 64, "microseconds": TIMES}}}
+DECODES = {"decodes": {"1x1024": {"floor": 1.0, "FA2": 11.2, "ours": 6.5}}}
+
+
 def a_run(kind: str, fraction: float) -> dict[str, object]:
     row = {
         "kind": kind,
@@ -128,6 +133,8 @@ def test_the_page_shows_figures_beside_goals(tmp_path: Path) -> None:
         stages.Outcome("mixed steps", "done", 30.0, {"shape": "Llama-3.1-8B", "mixed": MIXED}),
         stages.Outcome("unequal lengths", "done", 9.0, {"shape": "Llama", "unequal": [UNEQUAL]}),
         stages.Outcome("server over HTTP", "done", 50.0, busy),
+        stages.Outcome("products", "done", 50.0, PRODUCTS),
+        stages.Outcome("decodes", "done", 30.0, DECODES),
     ]
     path = page.write(tmp_path, MACHINE, outcomes)
     assert path.name == "nvidia-h100-80gb-hbm3-2026-11-21.md"
@@ -139,9 +146,11 @@ def test_the_page_shows_figures_beside_goals(tmp_path: Path) -> None:
     assert "| 255 | 64 | 320 | 9.00 | 15.00 | |\n" in text
     assert "| 255 | none | 256 | 9.00 | 15.00 | 9.20 |\n" in text
     assert "| 40 × 1,024 | 32,768 | 8.00 | 7.50 |" in text
+    assert "| qkv of 64 rows | 19.1 | 18.4 | 64x64x128x1x4x4 |\n" in text
+    assert "| 1x1024 | 1.0 | 11.2 | 6.5 |\n" in text
     figures = json.loads(path.with_suffix(".json").read_text())
     assert [stage["status"] for stage in figures["stages"]] == [
-        "done", "failed", "done", "done", "done"
+        "done", "failed", "done", "done", "done", "done", "done"
     ]  # fmt: skip
 
 
@@ -168,7 +177,8 @@ def test_decodes_beside_a_long_one_are_timed_and_those_of_equal_lengths(tmp_path
 
 def test_results_are_compared_before_any_speed_is_measured(tmp_path: Path) -> None:
     names = [stage.name for stage in plan.Plan.of("cuda", tmp_path).stages()]
-    assert names[:4] == ["Triton kernels", "kernels", "tests", "alone: Llama-3.1-8B"]
+    assert names[:3] == ["Triton kernels", "kernels", "tests"]
+    assert names[3:6] == ["products", "decodes", "alone: Llama-3.1-8B"]
     assert "alone: Llama-3.1-8B --weights fp8 --kv-cache-dtype fp8" in names
     assert {"alone: Qwen3-30B-A3B", "alone: gpt-oss-20b", "unequal lengths"} < {*names}
 
@@ -242,52 +252,52 @@ class Module:
 def test_builds_report_each_module_and_one_that_fails_does_not_end_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    modules = [Module(name, tmp_path / name) for name in ("norm", "xqa", "rope", "page")]
-    (tmp_path / "norm").touch()  # of an earlier build
+    modules = [Module(name, tmp_path / name) for name in ("fa2", "window", "fp8", "wide")]
+    (tmp_path / "fa2").touch()  # of an earlier build
     calls: list[list[str]] = []
 
     def build(specs: Sequence[BuildsLibrary]) -> None:
         calls.append([each.name for each in specs])
         for each in specs:
-            if each.name == "xqa":
+            if each.name == "window":
                 raise RuntimeError(
-                    "ninja failed\n[1/2] nvcc mha.cu\nmha.cu(7): error: no such type"
+                    "ninja failed\n[1/2] nvcc fa2.cu\nfa2.cu(7): error: no such type"
                 )
             Path(each.jit_library_path).touch()
 
     path = tmp_path / "kernels.json"
     kernels.build_all(modules, build, path)
-    assert calls == [["xqa", "rope", "page"], ["xqa"], ["rope"], ["page"]]
+    assert calls == [["window", "fp8", "wide"], ["window"], ["fp8"], ["wide"]]
     figures = json.loads(path.read_text())
-    assert (figures["modules"], figures["cached"], figures["left"]) == (4, ["norm"], [])
-    assert figures["failed"] == {"xqa": "mha.cu(7): error: no such type"}
-    assert sorted(figures["built"]) == ["page", "rope"]
+    assert (figures["modules"], figures["cached"], figures["left"]) == (4, ["fa2"], [])
+    assert figures["failed"] == {"window": "fa2.cu(7): error: no such type"}
+    assert sorted(figures["built"]) == ["fp8", "wide"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
         "building 3 of 4 modules",
         "the build ended early: ninja failed",
-        "cannot build xqa: mha.cu(7): error: no such type (2 of 4)",
+        "cannot build window: fa2.cu(7): error: no such type (2 of 4)",
     ]
-    assert {line.split(",")[0] for line in lines[3:]} == {"built rope", "built page"}
+    assert {line.split(",")[0] for line in lines[3:]} == {"built fp8", "built wide"}
     assert lines[-1].endswith("(4 of 4)")
 
 
 def test_the_modules_of_the_first_figures_are_built_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = [Module(name, Path(name)) for name in ("fa2", "xqa", "window", "fp8")]
+    modules = [Module(name, Path(name)) for name in ("fa2", "window", "fp8")]
     calls: list[list[str]] = []
     monkeypatch.setattr(kernels, "specs", lambda: modules)
     monkeypatch.setattr(
         kernels, "build_side_by_side", lambda some: calls.append([each.name for each in some])
     )
-    kernels.llama_first(modules[1:])
-    kernels.llama_first(modules[3:])
-    assert calls == [["xqa"], ["window", "fp8"], ["fp8"]]
+    kernels.llama_first(modules)
+    kernels.llama_first(modules[2:])
+    assert calls == [["fa2"], ["window", "fp8"], ["fp8"]]
 
 
 def test_modules_built_before_the_stage_ran_out_of_time_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = {"modules": 2, "cached": [], "built": {"norm": 3.0}, "failed": {}, "left": ["rope"]}
+    figures = {"modules": 2, "cached": [], "built": {"fa2": 3.0}, "failed": {}, "left": ["window"]}
 
     def too_slow(words: list[str], seconds: float, *, shows: bool) -> str:
         assert shows
@@ -299,6 +309,18 @@ def test_modules_built_before_the_stage_ran_out_of_time_are_kept(
     outcome = stages.run_one(stage, 60.0)
     assert (outcome.status, outcome.figures) == ("failed", figures)
     assert page.summary(outcome) == "failed: 1 of 2 modules built"
+
+
+def test_a_program_that_times_kernels_writes_what_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(words: list[str], seconds: float) -> str:
+        assert words[1:3] == ["-m", "examples.benchmarks.gpu.decodes"]
+        Path(words[words.index("--json") + 1]).write_text(json.dumps(DECODES))
+        return ""
+
+    monkeypatch.setattr(plan, "command", written)
+    assert plan.time_kernels(plan.Plan.of("cuda", tmp_path), "decodes", 9.0) == DECODES
 
 
 def test_a_command_can_show_its_output_while_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
@@ -322,12 +344,52 @@ def test_on_a_gpu_kernels_are_built_first_and_only_tests_that_need_one_are_colle
     without = plan.Plan.of("cuda", tmp_path, has_flashinfer=False)
     assert without.attention == "reference"
     assert without.stages()[0].name == "Triton kernels"
-    assert "kernels" not in [stage.name for stage in without.stages()]
+    assert not {"kernels", "decodes"} & {stage.name for stage in without.stages()}
 
 
 def test_the_page_has_the_figures_of_the_estimate() -> None:
     text = (ROOT / "examples" / "benchmarks" / "gpu" / "README.md").read_text()
     assert "\n".join(estimate.lines()) in text
+
+
+def test_the_estimated_layers_take_as_long_as_an_h200_measured() -> None:
+    folder = ROOT / "examples/benchmarks/results/gpu/h200"
+    attention = json.loads((folder / "decode_kernels.json").read_text())["cases"]["64x1024"]
+    assert pytest.approx(attention["FA2"]) == estimate.FA2 * 1e6
+    assert pytest.approx(min(attention["ours"].values())) == estimate.OURS * 1e6
+    text = " ".join((ROOT / "adapters" / "attention" / "README.md").read_text().split())
+    ours, fa2 = (f"{each * 1e6:.0f}" for each in (estimate.OURS, estimate.FA2))
+    assert f"{ours} µs a layer for 64 decodes of 1,024 tokens, FA2 at {fa2} and" in text
+    assert f"FlashInfer's XQA at {attention['XQA']:.0f}" in text
+    found = json.loads((folder / "step_variants.json").read_text())["milliseconds"]
+    apart, fused = estimate.APART, replace(estimate.FUSED, attention=estimate.FA2)
+    for version, name in (
+        (apart, "dependent launches, our norm, our products where faster"),
+        (fused, "and gates in products"),
+    ):
+        head = estimate.ITEM * estimate.VOCAB * estimate.HIDDEN
+        layers = version.seconds - estimate.OUTSIDE - head / (version.gemm * estimate.BANDWIDTH)
+        assert layers * 1e3 == pytest.approx(found[name]["64"], rel=0.01)
+
+
+def test_the_page_has_what_an_h200_measured_before() -> None:
+    folder = ROOT / "examples/benchmarks/results/gpu/h200"
+    text = " ".join((ROOT / "examples" / "benchmarks" / "gpu" / "README.md").read_text().split())
+    tests, load, alone = (
+        json.loads((folder / f"{name}.json").read_text())
+        for name in ("tests", "http_256_streams_graphs", "llama_8b_bf16")
+    )
+    (step,) = [row for row in alone["rows"] if (row["kind"], row["num_requests"]) == ("decode", 64)]
+    estimated = f"{estimate.FUSED.seconds * 1e3:.1f} ms at 64 × 1,024 are estimated"
+    assert f"{tests['passed']} tests passed" in text
+    assert f"{estimated}, {step['seconds'] * 1e3:.1f} were measured" in text
+    assert f"{load['output_tokens_per_second']:,.0f} tokens/s before these kernels" in text
+
+
+def test_the_price_of_batch_invariance_is_the_estimated_one() -> None:
+    text = " ".join((ROOT / "engine" / "README.md").read_text().split())
+    price = estimate.INVARIANT.seconds / estimate.FUSED.seconds - 1
+    assert f"({price:.0%} for [an 8B model and 64 requests]".replace("%", " %") in text
 
 
 def test_all_stages_are_rehearsed_on_the_cpu(
@@ -363,8 +425,10 @@ def test_the_page_has_the_seconds_of_compiled_modules() -> None:
         (ROOT / "examples/benchmarks/results/gpu_builds/flashinfer.json").read_text()
     )
     text = " ".join((ROOT / "examples" / "benchmarks" / "gpu" / "README.md").read_text().split())
-    (xqa,) = [seconds for name, seconds in found["seconds"].items() if name.startswith("xqa")]
-    assert f"compiled in {xqa:.0f} s on one of 2 cores" in text
+    ((name, seconds),) = found["seconds"].items()
+    assert name.startswith("batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_")
+    assert "_head_dim_qk_128_" in name
+    assert f"FA2 for Llama's heads takes {seconds:.0f} s on {found['machine']}" in text
     assert f"load average {found['load_average']} " in text
 
 

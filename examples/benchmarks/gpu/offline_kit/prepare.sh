@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Gathers in .gpu-kit what the GPU check needs on a machine without network. KERNELS=DIR adds the kernels that an
-# earlier check built: its parts kernels.tgz.00, kernels.tgz.01, ... in DIR.
+# Gathers in .gpu-kit what the GPU check needs on a machine without network. KERNELS=DIR adds compiled kernels: the
+# folder of examples.benchmarks.gpu.kernels --copy-to, or one with the parts kernels.tgz.00, ... of an earlier check.
 set -euo pipefail
 kit=$(cd "$(dirname "$0")" && pwd)
 out=$PWD/.gpu-kit
@@ -23,6 +23,11 @@ slim=$(mktemp -d)
 trap 'rm -rf "$slim"' EXIT
 python3 -m pip download --quiet --no-deps --dest "$slim" flashinfer-python==0.7.2.post1
 mkdir "$slim/kernels"
-if [ -n "${KERNELS:-}" ]; then cat "$KERNELS"/kernels.tgz.* | tar xz -C "$slim/kernels"; fi
+parts=("${KERNELS:-}"/kernels.tgz.*)
+if [ -e "${parts[0]}" ]; then
+    cat "${parts[@]}" | tar xz -C "$slim/kernels"
+elif [ -n "${KERNELS:-}" ]; then
+    cp -r "$KERNELS"/. "$slim/kernels"
+fi
 python3 "$kit/slim_flashinfer.py" "$slim"/flashinfer_python-*.whl "$wheels" "$slim/kernels"
 du -sh "$out"

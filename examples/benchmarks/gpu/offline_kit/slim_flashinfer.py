@@ -2,11 +2,13 @@
 
 python slim_flashinfer.py IN.whl OUT_DIR [KERNELS_DIR]
 
-Kernels at KERNELS_DIR/NAME/NAME.so are installed as ahead-of-time kernels.
+Kernels at KERNELS_DIR/NAME/NAME.so are installed as ahead-of-time kernels. With them the wheel has
+nothing that only compilers read, so that no others can be built.
 """
 
 import base64
 import hashlib
+import re
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -14,13 +16,19 @@ from pathlib import Path
 
 DATA = "flashinfer/data/"
 CUTLASS = (DATA + "cutlass/include/", DATA + "cutlass/tools/util/include/")
+# What imports and ahead-of-time kernels do not need: headers, and sources of other kernels.
+COMPILED = re.compile(
+    f"{DATA}(cutlass|cccl)/|flashinfer/moe_ep/kernel_src/"
+    f"|{DATA}csrc/[^/]*(sm100|sm120|nvfp4|mxfp8|fp4|moe)"
+)
 
 
-def is_needed(name: str) -> bool:
-    """Whether a file of the wheel is imported or compiled by the modules that Podway uses."""
+def is_needed(name: str, *, compiles: bool) -> bool:
+    """Whether a file of the wheel is imported, or compiled into modules that Podway uses."""
+    if not compiles and COMPILED.match(name):
+        return False
     if name.startswith(DATA + "csrc/"):
-        rest = name.removeprefix(DATA + "csrc/")
-        return "/" not in rest or rest.startswith("xqa/")
+        return "/" not in name.removeprefix(DATA + "csrc/")
     if name.startswith(DATA + "cutlass/"):
         return name.startswith(CUTLASS)
     if name.startswith(DATA + "cccl/"):
@@ -30,10 +38,12 @@ def is_needed(name: str) -> bool:
 
 def contents(wheel: zipfile.ZipFile, kernels: Path | None) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the new wheel, without its record."""
+    built = sorted(kernels.glob("*/*.so")) if kernels else []
     for name in wheel.namelist():
-        if not name.endswith(("/", ".dist-info/RECORD")) and is_needed(name):
+        is_content = not name.endswith(("/", ".dist-info/RECORD"))
+        if is_content and is_needed(name, compiles=not built):
             yield name, wheel.read(name)
-    for library in sorted(kernels.glob("*/*.so")) if kernels else ():
+    for library in built:
         yield f"{DATA}aot/{library.parent.name}/{library.name}", library.read_bytes()
 
 
