@@ -31,8 +31,8 @@ class Runs(NamedTuple):
     def of(cls, tables: PageTables, window: int | None, count: int) -> "Runs":
         """The runs of a step, of each row equally long ones; `count` is more than that of rows.
 
-        None is longer than what each of those would read that are more than rows. Runs behind those
-        of the last row are empty. With a window rows read their last tokens.
+        No run has more tokens than all rows divided by how many runs there are beyond the rows.
+        Runs behind those of the last row are empty. With a window rows read their last tokens.
         """
         size, ends = len(tables.kv_len), tables.kv_len.astype(np.int64)
         starts = np.zeros(size, np.int64) if window is None else np.maximum(ends - window, 0)
