@@ -20,7 +20,7 @@ REQUESTS, CONTEXT = 64, 1024
 
 BANDWIDTH = 4.3e12  # bytes/s of a copy on an H200; 4.8e12 on paper
 FA2, OURS = 73.0e-6, 66.0e-6  # seconds of a layer's attention
-SMALL_KERNEL = 1.5e-6  # of a norm, gate, RoPE or sum of runs, of which the kernels beside it hide a part
+SMALL_KERNEL = 1.5e-6  # of a norm, gate, RoPE or sum of runs; the kernels beside it hide a part
 PROCESSORS, CLOCK, LANES = 132, 1.7e9, 128  # instructions of so many threads in a cycle
 # Of a loop over 128 inputs in the machine code for sm_90a, by the weights that a thread decodes in
 # it, for tiles of 16 and 64 rows and groups of 32.

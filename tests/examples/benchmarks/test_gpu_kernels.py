@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.cuda.requirements import missing_kernels
+from engine.worker.cuda.requirements import cuda_home, missing_kernels
 from tests.examples.running import ROOT
 
 pytestmark = pytest.mark.examples
@@ -38,6 +38,8 @@ def test_a_module_is_built_for_hopper_without_a_gpu(
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     if lacking := missing_kernels():
         pytest.skip(lacking)
+    if not any(cuda_home().glob("lib*/libcudart.so*")):
+        pytest.skip(f"there is no library to link with in {cuda_home()} (CUDA_HOME)")
     ended = run("-c", SMALLEST, "--copy-to", str(tmp_path / "kernels"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (library,) = (tmp_path / "kernels").glob("*/*.so")

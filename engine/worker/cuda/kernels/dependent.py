@@ -9,9 +9,7 @@ launch and synchronization"; PTX, "griddepcontrol").
 Each of our kernels calls both before it reads or writes memory. So it ends after the one before it
 has, and a kernel that has ended implies that all before it have: it may read what any of them wrote
 and overwrite what any of them read. Kernels launched in the usual way, as torch's are, start when
-all before them have ended. FlashInfer's wait too, and read only a step's tables before. Its XQA for
-fp8 caches, which is not used, would read all but the newest key of a row before, and so keys that
-the step writes for the drafts in front of it.
+all before them have ended. FlashInfer's wait too, and read only a step's tables before.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

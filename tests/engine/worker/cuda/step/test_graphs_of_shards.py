@@ -55,7 +55,7 @@ def test_shards_replay_graphs_and_generate_what_one_worker_does(
     alone = Driver(load_worker(model), seed=1)
     with gpus(model, stages, num_ranks, LIMITS, has_graphs=True) as (workers, devices):
         sizes = len(graph_sizes(4))
-        num_graphs = sizes + 2  # with one of prompts, and the second one of 4 decodes
+        num_graphs = sizes + 1  # with one of prompts
         assert [len(device.of_it.graphs) for device in devices] == [num_graphs] * len(devices)
         before = replays(devices)
         together = Driver(workers, seed=1)
