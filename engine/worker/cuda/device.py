@@ -13,6 +13,7 @@ from engine.worker.cuda.build_environment import prepare_environment
 from engine.worker.cuda.formats import kv_format, reported, weight_format, why_not_fp8
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, load
+from engine.worker.cuda.kernels.tiling import has_room
 from engine.worker.cuda.memory import GpuMemory, check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
 from engine.worker.cuda.model.linears import FastProducts
@@ -150,13 +151,14 @@ class CudaDevice:
 
     def operators(self) -> Operators:
         """Operators that place weights on the GPU in the configured weight format."""
-        triton = self._triton
+        triton, is_invariant = self._triton, self._settings.kernels.batch_invariant
+        has_products = has_room(self._gpu.capability) or is_invariant
         fast = FastProducts(
             triton.rows,
-            triton.gemm,
+            triton.gemm if has_products else None,
             triton.four_bit,
             triton.fp8_weights,
-            self._settings.kernels.batch_invariant,
+            is_invariant,
         )
         return CudaOperators(
             self._gpu.place,

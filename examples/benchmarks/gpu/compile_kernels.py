@@ -154,7 +154,7 @@ def _decode_attention() -> Iterator[Variant]:
         }
         constants |= {"TILE": tiling.tokens, "IS_FP8": kept == "i16"}
         constants |= dict.fromkeys(("HAS_CAP", "HAS_SINKS"), False) | more
-        options = {"num_warps": tiling.num_warps, "num_stages": module.NUM_STAGES}
+        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
         name = " ".join(("attend_decodes", str(dim), kept, *more))
         yield Variant("decode_attention", "kernel", name, types, constants, options)
 

@@ -26,7 +26,6 @@ MIN_HEADS = 16  # rows of a product on tensor cores
 TILE_BYTES = 8192  # keys alone
 MIN_TILE, MAX_TILE = 16, 64  # tokens
 WIDE = 256  # numbers of a head from which on a program has more warps
-NUM_STAGES = 4
 FP8_FACTOR = 256.0
 
 
@@ -168,16 +167,18 @@ def kernel(
 
 
 class Tiling(NamedTuple):
-    """Tokens of a tile, and the warps of a program."""
+    """Tokens of a tile, the warps of a program, and the stages of its loads."""
 
     tokens: int
     num_warps: int
+    num_stages: int
 
 
 def tiling_of(dim: int, itemsize: int) -> Tiling:
-    """For heads of `dim` numbers in the cache."""
+    """For heads of `dim` numbers in the cache; any GPU has 99 KiB of shared memory for it."""
     tokens = min(MAX_TILE, max(MIN_TILE, TILE_BYTES // (dim * itemsize)))
-    return Tiling(tokens, 2 if dim < WIDE else 4)
+    is_large = tokens * dim * itemsize > TILE_BYTES
+    return Tiling(tokens, 2 if dim < WIDE else 4, 3 if is_large else 4)
 
 
 def attend_decodes(
@@ -224,6 +225,6 @@ def attend_decodes(
         HAS_CAP=cap is not None,
         HAS_SINKS=sinks is not None,
         num_warps=tiling.num_warps,
-        num_stages=NUM_STAGES,
+        num_stages=tiling.num_stages,
         **launch_options(q.device),
     )

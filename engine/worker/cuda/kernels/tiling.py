@@ -63,6 +63,12 @@ MIN_NARROW, MIN_INPUTS = 4096, 3072  # the least outputs and inputs of float wei
 MIN_LONG = 8192  # inputs from which on more splits pay
 
 
+def has_room(capability: tuple[int, int]) -> bool:
+    """Whether a GPU takes all tilings, and loads tiles by itself: Hopper, and Blackwell for data
+    centers. Others have less shared memory, and older ones would wait for each tile."""
+    return capability[0] in (9, 10)
+
+
 def tiling_of(rows: int, weight: Tensor) -> Tiling | None:
     """The tiling of a product of so many rows with a weight `[outputs, width]`; None: torch."""
     outputs, width = weight.shape

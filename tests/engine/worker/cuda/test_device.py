@@ -14,7 +14,10 @@ from adapters.attention.reference import ReferenceAttention
 from engine.errors import StartupError
 from engine.step import RequestId, SampleSpec, Step, StepEntry, StepId
 from engine.worker.cuda.device import CudaDevice, warm_up
+from engine.worker.cuda.kernels import reference
+from engine.worker.cuda.kernels.library import TritonKernels
 from engine.worker.cuda.memory import GRAPHS_BYTES, measure
+from engine.worker.cuda.model.linears import FloatLinear
 from engine.worker.cuda.model.weight_staging import OnDevice, Staging
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.stage import Stage, put_each
@@ -348,3 +351,18 @@ def test_batch_invariant_mode_needs_the_kernel_for_products() -> None:
     settings = worker_settings("m", batch_invariant=True, attention="reference")
     with pytest.raises(StartupError, match="--batch-invariant needs --attention flashinfer"):
         CudaDevice(settings, StandingGpu())
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_invariant", "is_ours"),
+    [((9, 0), False, True), ((8, 9), False, False), ((12, 0), False, False), ((8, 0), True, True)],
+)
+def test_products_are_ours_on_gpus_that_take_their_tilings_and_in_batch_invariant_mode(
+    capability: tuple[int, int], is_invariant: bool, is_ours: bool
+) -> None:
+    settings = worker_settings("m", batch_invariant=is_invariant, device="cuda", dtype="bfloat16")
+    triton = TritonKernels(gemm=reference)
+    device = CudaDevice(settings, StandingGpu(capability=capability), None, triton)
+    linear = device.operators().linear([torch.ones(8, 8, dtype=torch.bfloat16)], None)
+    assert isinstance(linear, FloatLinear)
+    assert (linear.fast.gemm is reference) == is_ours

@@ -85,7 +85,8 @@ def test_rows_and_their_runs(
 
 @pytest.mark.parametrize(("dim", "itemsize"), [(64, 2), (128, 2), (256, 2), (512, 2), (128, 1)])
 def test_a_program_keeps_few_tokens(dim: int, itemsize: int) -> None:
-    tokens, warps = decodes.tiling_of(dim, itemsize)
+    tokens, warps, stages = decodes.tiling_of(dim, itemsize)
+    assert 2 * (stages - 1) * tokens * dim * itemsize <= 64 << 10
     assert tokens * dim * itemsize <= 2 * decodes.TILE_BYTES
     assert tokens in (16, 32, 64)
     assert warps in (2, 4)

@@ -28,6 +28,7 @@ from engine.worker.cuda.kernels.tiling import (
     expert_tiling,
     four_bit_tiling,
     gated_tiling,
+    has_room,
     tiling_of,
 )
 from engine.worker.cuda.model.linears import FastProducts
@@ -62,6 +63,11 @@ def test_few_rows_of_large_and_of_8_bit_weights_are_our_kernels(
     rows: int, outputs: int, dtype: torch.dtype, wanted: Tiling | None
 ) -> None:
     assert tiling_of(rows, weight(outputs, 4096, dtype)) == wanted
+
+
+def test_other_gpus_than_hopper_and_blackwell_of_data_centers_have_torchs_products() -> None:
+    found = [has_room(each) for each in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))]
+    assert found == [False, False, True, True, False]
 
 
 def test_weights_of_few_inputs_are_torchs_unless_they_are_wide() -> None:
