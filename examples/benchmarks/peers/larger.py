@@ -231,6 +231,8 @@ def _servers(model: Model, format: Format, peers: Path, context: int) -> Iterato
     gguf = peers / "gguf" / f"{model.name}-{format.gguf}.gguf"
     flags = f"--served-model-name m --port {PODWAY_PORT} --store memory"
     flags += f" --max-batch-size {MAX_STREAMS} --max-model-len {context}"
+    if context > CONTEXT:  # by itself Podway takes no more KV than that needs
+        flags += f" --kv-memory {KV_BYTES}"
     if gguf.exists():
         yield server("Podway", PODWAY_PORT, "podway", "serve", str(gguf), *flags.split())
         slots = f"-np {MAX_STREAMS} -c {context} --kv-unified"
