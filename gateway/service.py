@@ -198,9 +198,7 @@ class Service:
     def room_for_output(self, prompt_len: int) -> int:
         """The most output tokens after such a prompt; `ContextTooLong` if there are none."""
         self.engine.check_fits(prompt_len, 1)
-        scheduler = self.engine.scheduler
-        room = min(scheduler.settings.max_model_len, scheduler.kv.longest_request + 1)
-        return room - prompt_len
+        return self.engine.scheduler.max_request_len - prompt_len
 
 
 class _Named(msgspec.Struct):

@@ -74,6 +74,12 @@ class IterationScheduler:
         self.looks_ahead = True  # whether `plan` may be called with an iteration in flight
         self._next_step_id = 0
 
+    @property
+    def max_request_len(self) -> int:
+        """The most tokens of a prompt and its output: of the context, and of what the KV cache
+        holds. The last token needs no slot."""
+        return min(self.settings.max_model_len, self.kv.longest_request + 1)
+
     def __repr__(self) -> str:
         return f"IterationScheduler({self.pool!r}, {self.ledger!r})"
 

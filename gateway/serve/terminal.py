@@ -135,7 +135,10 @@ def _kv_cache(report: WorkerReport) -> str:
     num_slots = report.num_blocks // len(report.windows) * report.block_size
     megabytes = report.num_blocks * report.bytes_per_block / 2**20
     kv_dtype = "" if report.kv_dtype == report.dtype else f" of {report.kv_dtype}"
-    return f"{num_slots:,} slots in blocks of {report.block_size}, {megabytes:,.0f} MiB{kv_dtype}"
+    is_short = report.windows == (None,) and num_slots < report.max_model_len
+    limit = ", the longest request (--kv-memory)" if is_short else ""
+    size = f"{num_slots:,} slots in blocks of {report.block_size}{limit}"
+    return f"{size}, {megabytes:,.0f} MiB{kv_dtype}"
 
 
 def _pooling(pooling: PoolingReport) -> str:

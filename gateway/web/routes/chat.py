@@ -43,5 +43,5 @@ async def render_chat(http: HttpRequest) -> dict[str, Any]:
         "prompt": text,
         "token_ids": ids,
         "count": len(ids),
-        "max_model_len": service.engine.scheduler.settings.max_model_len,
+        "max_model_len": service.engine.scheduler.max_request_len,
     }

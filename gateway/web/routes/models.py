@@ -114,7 +114,7 @@ def _model(group: Group, name: str) -> dict[str, Any]:
         "task": "generate" if model.pooling is None else model.pooling.task,
         "root": model.name if lora is None else lora.path,
         "parent": None if lora is None else model.name,
-        "max_model_len": serving.engine.scheduler.settings.max_model_len,
+        "max_model_len": serving.engine.scheduler.max_request_len,
     }
 
 

@@ -43,7 +43,7 @@ async def tokenize(http: HttpRequest) -> bytes:
     )
     if ids is None:
         raise ClientDisconnect
-    max_model_len = service.engine.scheduler.settings.max_model_len
+    max_model_len = service.engine.scheduler.max_request_len
     tokenizer = service.model.tokenizer if request.return_token_strs else None
     return await _off_loop(ids, lambda: _body(ids, max_model_len, tokenizer))
 

@@ -40,6 +40,13 @@ def test_the_banner_has_address_model_and_memory() -> None:
     assert "MiB of" not in text
 
 
+def test_the_banner_says_that_the_kv_cache_is_smaller_than_the_context() -> None:
+    small = replace(REPORT, num_blocks=100)
+    for report, is_said in ((REPORT, False), (small, True)):
+        text = banner("http://127.0.0.1:8000", "m", report, load({}), {"cost": "2 ms"})
+        assert (", the longest request (--kv-memory), " in text) == is_said
+
+
 def test_the_curl_line_can_be_copied() -> None:
     words = shlex.split(curl_line("http://127.0.0.1:8000", "it's", with_key=False))
     assert words[:3] == ["curl", "-N", "http://127.0.0.1:8000/v1/chat/completions"]

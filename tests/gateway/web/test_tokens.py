@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from gateway.schema.openai.chat import MAX_MESSAGES
-from tests.gateway.rig import CHAT, CONTEXT, MODEL, USER, Rig, chat, played
+from tests.gateway.rig import CHAT, CONTEXT, MODEL, USER, Rig, Setting, chat, played
 from tests.gateway.scripted_model import END
 
 RENDER = f"{CHAT}/render"
@@ -26,6 +26,20 @@ async def test_tokenize_returns_the_ids_of_a_prompt(rig: Rig) -> None:
     }
     plain = await posted(rig, "/tokenize", {"prompt": "aä", "add_special_tokens": False})
     assert plain["tokens"] == ids
+
+
+@played(Setting(num_blocks=3))
+async def test_the_longest_request_is_what_the_kv_cache_holds_if_that_is_less(rig: Rig) -> None:
+    """Clients fill this context; the last token needs no slot."""
+    tokens = await posted(rig, "/tokenize", {"prompt": "aä"})
+    longest = tokens["max_model_len"]
+    assert longest < CONTEXT
+    rendered = await posted(rig, RENDER, chat(max_tokens=5))
+    (model,) = (await rig.client.get("/v1/models")).json["data"][:1]
+    assert rendered["max_model_len"] == model["max_model_len"] == longest
+    for count, status in ((longest - 1, 200), (longest, 400)):
+        body = {"model": MODEL, "prompt": "a" * count, "max_tokens": 1}
+        assert (await rig.client.post("/v1/completions", body)).status == status
 
 
 @played()
