@@ -67,8 +67,8 @@ class Kernels:
     """The formats in which a worker computes, and the kernels with which it does.
 
     `activation_bits`, "auto", "8" or "14", is the width to which the int8 linears of a CPU quantize
-    their inputs. The attention kernels that were fastest on a GPU, and those that failed, are kept
-    in the directory `kernel_choices`; "" keeps none.
+    their inputs. The kernels that failed on a GPU are noted in the directory `kernel_choices`;
+    "" notes none.
     """
 
     dtype: str = setting(

@@ -42,9 +42,6 @@ class StandInStream:
         assert target.shape == source.shape
         self.later(lambda: target.copy_(source))
 
-    def synchronize(self) -> None:
-        self.catch_up()
-
     def event(self) -> "StandInEvent":
         return StandInEvent(self)
 

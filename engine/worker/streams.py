@@ -73,11 +73,5 @@ class Streams(Protocol):
         All graphs share one memory pool: a replay may overwrite the results of other graphs.
         """
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """The time of `work` on the device, as a graph: the host's launches are not measured.
-
-        `work` has run before, so that nothing is compiled in it.
-        """
-
     def synchronize(self) -> None:
         """Wait until all work of all streams is done. Raises `WorkerLost` if the device fails."""

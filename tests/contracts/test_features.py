@@ -324,10 +324,10 @@ def has_replicas(bench: Bench) -> None:
     expected = texts(load_worker(model))
     workers = [bench.load(model) for _ in range(2)]
     report, settings = workers[0].report, SchedulerSettings(max_model_len=64, **LIMITS)
-    executors = [Mortal(workers[0], (3,), 1), Mortal(workers[1], (), 1)]
-    members = []
+    executors, members = [Mortal(workers[0], (3,), 1), Mortal(workers[1], (), 1)], []
     for executor in executors:
-        ledger, delay = KVLedger(KVShape(report.num_blocks, report.block_size)), a_delay()
+        ledger = KVLedger(KVShape(report.num_blocks, report.block_size))
+        delay = QueueDelay(HAND_COST, LIMITS["max_batch_size"])
         scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), delay)
         members.append(Replica(Engine(scheduler, executor, time.perf_counter), delay))
     replicas = Replicas(members, time.perf_counter)
@@ -340,10 +340,6 @@ def has_replicas(bench: Bench) -> None:
 
     assert asyncio.run(serve()) == expected
     assert all(len(executor.steps) > 3 for executor in executors)
-
-
-def a_delay() -> QueueDelay:
-    return QueueDelay(HAND_COST, LIMITS["max_batch_size"])
 
 
 FEATURES: Mapping[str, Callable[[Bench], None]] = {

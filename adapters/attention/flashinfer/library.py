@@ -73,9 +73,6 @@ class FlashInfer:
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
-
     def event(self) -> DeviceEvent:
         return torch.cuda.Event()  # type: ignore[no-untyped-call] # the stubs lack it
 

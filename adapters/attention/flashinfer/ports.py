@@ -169,9 +169,6 @@ class Library(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """An asynchronous copy from pinned memory to the device, in the current stream."""
 
-    def synchronize(self) -> None:
-        """Wait for all work on the device; raises if the device has faulted."""
-
     def event(self) -> DeviceEvent: ...
 
     def mixed(self, workspace: Tensor, buffers: CapturedBuffers | None = None) -> MixedWrapper:

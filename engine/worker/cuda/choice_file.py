@@ -1,6 +1,4 @@
-"""Choices that were made at a start, kept in a JSON file so that later starts do not differ.
-
-Which kernels may be tried on this GPU.
+"""Which kernels may be tried on this GPU: those that failed are noted in a JSON file.
 
 Kernels are tried at the start of a worker, and torch or another kernel takes the place of one that
 does not compile, raises, or computes something else. A kernel that makes the GPU fault is

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -79,21 +79,8 @@ class CudaStreams:
         target.copy_(source, non_blocking=True)
 
     def capture(self, work: Callable[[], T]) -> tuple[Graph, T]:
-        return self._capture(work, self._pool)
-
-    def seconds(self, work: Callable[[], object]) -> float:
-        # A pool cannot be used again after its last graph was freed, as this one soon is.
-        graph, _ = self._capture(work, torch.cuda.graph_pool_handle())
-        graph.replay()
-        began = self.compute.record(is_timed=True)
-        graph.replay()
-        ended = self.compute.record(is_timed=True)
-        ended.wait()
-        return ended.seconds_since(began)
-
-    def _capture(self, work: Callable[[], T], pool: Any) -> tuple[Graph, T]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = work()
         return graph, result
 

@@ -78,7 +78,7 @@ FP8 = "float8_e4m3fn"
 PRODUCTS = [
     Product("qkv", 6144, HIDDEN),
     Product("o", HIDDEN, HIDDEN, is_added=True),
-    Product("gate and up", 2 * INNER, HIDDEN, is_gated=True),
+    Product("gate and up, gated", 2 * INNER, HIDDEN, is_gated=True),
     Product("down", HIDDEN, INNER, is_added=True),
     Product("head", 128256, HIDDEN),
     Product("qkv", 6144, HIDDEN, FP8),
@@ -199,8 +199,9 @@ def main() -> None:
             times = measure(product, rows, tilings)
             of = {"rows": rows, "outputs": product.outputs, "width": product.width}
             of |= {"dtype": product.dtype, "is_gated": product.is_gated}
-            found[f"{product.name} of {rows} rows, {product.dtype}"] = {**of, "microseconds": times}
-            print(f"{product.name} of {rows} rows, {product.dtype}: {times}", flush=True)
+            name = f"{product.name}: {rows} rows, {product.dtype}"
+            found[name] = {**of, "microseconds": times}
+            print(name, times, flush=True)
     device = torch.cuda.get_device_name()
     if arguments.json:
         result = {"device": device, "torch": torch.__version__, "products": found}

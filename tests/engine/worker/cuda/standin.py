@@ -168,11 +168,6 @@ class StandInStreams:
         self.graphs.append(StandInGraph(work, result))
         return self.graphs[-1], result
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-
     def synchronize(self) -> None:
         if self.fault:
             raise WorkerLost(f"the GPU failed: {self.fault}")

@@ -27,22 +27,22 @@ def test_a_fault_is_noted_for_later_processes(tmp_path: Path, raises: bool) -> N
     path, gpu = tmp_path / "trials.json", Gpu()
 
     def run_kernel() -> None:
-        with trials(path, gpu).trial("xqa", "--flag"):
+        with trials(path, gpu).trial("gemm", "--flag"):
             gpu.fault = "illegal address"
             if raises:
                 raise RuntimeError("launch failed")
 
-    with pytest.raises(KernelFaulted, match="'xqa' made the GPU fault: illegal address; --flag"):
+    with pytest.raises(KernelFaulted, match="'gemm' made the GPU fault: illegal address; --flag"):
         run_kernel()
-    assert trials(path).excluded("xqa").startswith("it made the GPU fault")
+    assert trials(path).excluded("gemm").startswith("it made the GPU fault")
     assert not trials(path).excluded("rows")
 
 
 def test_an_error_that_leaves_the_gpu_usable_passes_and_is_not_noted(tmp_path: Path) -> None:
     path = tmp_path / "trials.json"
-    with pytest.raises(RuntimeError, match="nvcc"), trials(path).trial("xqa", "--flag"):
+    with pytest.raises(RuntimeError, match="nvcc"), trials(path).trial("gemm", "--flag"):
         raise RuntimeError("nvcc failed")
-    assert not trials(path).excluded("xqa")
+    assert not trials(path).excluded("gemm")
 
 
 def test_two_processes_that_end_in_a_trial_exclude_the_kernel_and_one_does_not(
