@@ -126,7 +126,7 @@ async def test_loras_and_the_base_model_share_steps(
 async def test_hybrid_models_go_on_after_a_preemption(
     family: str, device: str, tmp_path: Path, record_property: Record
 ) -> None:
-    """With the recurrent layers of Qwen3.5, LFM2 and Mamba 2, which run without graphs."""
+    """With the recurrent layers of Qwen3.5, LFM2 and Mamba 2."""
     pair = pair_of(gentle_model(family), tmp_path, device, lookahead=1)
     outcomes = await outcomes_of(pair.worker, asks_of(8, 30), num_blocks=14)
     num_preemptions = sum(one.request.setbacks.num_preemptions for one in outcomes)

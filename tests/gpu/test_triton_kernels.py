@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.step import SamplingParams
+from engine.step import NO_STATE, SamplingParams, StateSlots
 from engine.worker.cuda.kernels import library, reference
 from engine.worker.cuda.kernels.reference import FP8
 from engine.worker.cuda.kernels.tiling import (
@@ -20,7 +20,17 @@ from engine.worker.cuda.kernels.tiling import (
 from engine.worker.cuda.model.four_bit import packed
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.model.torch_operators import TorchSampling
+from engine.worker.ports import ConvShape, DeltaShape, MambaShape, RecurrentShape
 from engine.worker.weights.formats.fp8 import Fp8Weight
+from tests.engine.worker.cpu.recurrences import inputs_of
+from tests.engine.worker.cuda.kernels.recurrent_steps import (
+    MIXED,
+    num_rows,
+    on,
+    run,
+    wanted,
+    weights_of,
+)
 from tests.engine.worker.cuda.stored_weights import stored
 from tests.engine.worker.sampling.draws import draws_of
 
@@ -113,3 +123,33 @@ def test_sampled_ids_of_a_large_vocabulary(kernels: library.TritonKernels) -> No
     wanted = TorchSampling().sample(logits, draws).tolist()
     # exp() is rounded differently: a point very near a border may fall to its neighbour
     assert sum(one == other for one, other in zip(found, wanted, strict=True)) >= rows - 1
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ConvShape(2048, 3),
+        DeltaShape(16, 32, 128, 128, 4),
+        DeltaShape(16, 32, 128, 128, 4, tiles_outputs=True),
+        MambaShape(1, 48, 128, 64, 4),
+        MambaShape(1, 24, 256, 64, 4),
+    ],
+    ids=str,
+)
+def test_recurrent_layers_and_their_independence_of_where_a_prompt_is_cut(
+    kernels: library.TritonKernels, shape: RecurrentShape
+) -> None:
+    """In the sizes of LFM2, Qwen3.5-4B, Granite 4 and Falcon-H1."""
+    recurrence = kernels.recurrence
+    assert recurrence is not None
+    weights = on(GPU, weights_of(shape))
+    y = inputs_of(weights, num_rows(MIXED)).to(GPU)
+    found, state = run(recurrence, weights, y, MIXED)
+    for one, correct in zip((found, *state), wanted(weights, y, MIXED), strict=True):
+        torch.testing.assert_close(one, correct, rtol=1e-3, atol=1e-3)
+    y = inputs_of(weights, 100).to(GPU)
+    whole = run(recurrence, weights, y, [(100, StateSlots(4, NO_STATE))])
+    parts = [[(1, StateSlots(4, NO_STATE))], [(60, StateSlots(4, 4))], [(39, StateSlots(4, 4))]]
+    cut = run(recurrence, weights, y, *parts)
+    for one, other in zip((whole[0], *whole[1]), (cut[0], *cut[1]), strict=True):
+        assert torch.equal(one, other)

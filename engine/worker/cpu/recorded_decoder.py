@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from engine.step import NO_STATE
 from engine.worker.cpu.kernel_graph import KernelGraph
 from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.model.kv.recurrent_states import NO_RUN
 from engine.worker.model.layers import ComputesAngles, Decoder
 from engine.worker.ports import (
     Argmax,
@@ -78,7 +79,6 @@ def _shares_memory(tensor: Tensor, other: Tensor) -> bool:
 
 logger = logging.getLogger(__name__)
 
-NO_RUN = (0, 0, NO_STATE)  # without rows: a graph has as many runs as rows
 MAX_ROWS = 512
 MAX_DECODES = 64  # up to so many decodes' logits are recorded: their memory stays allocated
 MIN_TABLE_POSITIONS = 256
@@ -135,9 +135,9 @@ class StepInputs(NamedTuple):
             own.cos.copy_(rope.cos)
             own.sin.copy_(rope.sin)
         if self.runs is not None and context.states is not None:
-            runs, writes = context.states.runs
-            self.runs.writes[:] = writes
-            self.runs.runs[: len(runs)], self.runs.runs[len(runs) :] = runs, NO_RUN
+            runs, count = context.states.runs, len(context.states.runs.runs)
+            self.runs.writes[:] = runs.writes
+            self.runs.runs[:count], self.runs.runs[count:] = runs.runs, NO_RUN
 
 
 class Recording:
@@ -162,7 +162,7 @@ class Recording:
             hidden[:rows],
             tuple([RopeAngles(rope.cos[:rows], rope.sin[:rows]) for rope in ropes]),
             None if layer_inputs is None else layer_inputs[:rows],
-            None if runs is None else StateRuns(*(part[:rows] for part in runs)),
+            None if runs is None else StateRuns(runs.runs[:rows], runs.writes[:rows]),
         )
         if read_out is not None:
             logits, (values, ids) = read_out
@@ -300,7 +300,7 @@ class RecordedDecoder:
         kind, watch = (is_whole, bool(context.loras)), TorchWatch()
         states, runs = context.states, None
         if states is not None:
-            runs = StateRuns(*(np.full((rows, part.shape[1]), NO_STATE) for part in states.runs))
+            runs = StateRuns(np.full((rows, 3), NO_STATE), np.full((rows, 2), NO_STATE))
             states = StepStates(states.layers, runs)
         with (
             self._pool.recording(rows) as graph,

@@ -158,6 +158,7 @@ class CudaDevice:
             triton.gemm if has_products else None,
             triton.four_bit,
             triton.fp8_weights,
+            triton.recurrence,
             is_invariant,
         )
         return CudaOperators(
@@ -213,11 +214,16 @@ class CudaDevice:
     def replaying(
         self, stage: Stage, shard: Shard, limits: LayoutLimits, progress: Progress
     ) -> Stage:
-        """The stage with CUDA graphs of its steps."""
-        settings = self._settings
-        if not (settings.kernels.cuda_graphs and shard.has_logits) or limits.num_states:
+        """The stage with CUDA graphs of its steps; of models with recurrent layers only decodes
+        have some, and only if kernels of ours compute these layers."""
+        recurrent, kernels = shard.shape.recurrent_layers, self._triton.recurrence
+        if not (self._settings.kernels.cuda_graphs and shard.has_logits):
             return stage
         received, sizes, arena = None, self._graph_sizes, self.transfers().arena
+        if limits.num_states:
+            if kernels is None or not all(map(kernels.has_kernels, recurrent)):
+                return stage
+            sizes = sizes._replace(mixed=())
         if not shard.is_first:
             received = self.memory.zeros(sizes.largest, shard.received_width)
         ranked = shard.num_ranks > 1

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.model.kv.recurrent_states import RecurrentStates, step_states
+from engine.worker.model.kv.recurrent_states import RecurrentStates, filled, flat, runs_of
 from engine.worker.ports import (
     AddedRows,
     AttentionBackend,
@@ -17,7 +17,9 @@ from engine.worker.ports import (
     Int64s,
     RaggedLayout,
     StageModel,
+    StateRuns,
     StepContext,
+    StepStates,
 )
 from engine.worker.sampling.last_tokens import NO_ROWS, NOTHING_CONTINUED, Continued
 
@@ -31,9 +33,9 @@ class ReplaysLayers(Protocol):
     def mixed(self) -> tuple[int, ...]:
         """The numbers of tokens of recorded steps with pieces of prompts, ascending."""
 
-    def padded(self, layout: RaggedLayout) -> RaggedLayout | None:
+    def padded(self, layout: RaggedLayout, runs: StateRuns | None) -> RaggedLayout | None:
         """The layout with as many rows as a recording has; None if the layers have to run as
-        usual."""
+        usual. `runs` are those of recurrent layers."""
 
     def replay(self, layout: RaggedLayout, hidden: Tensor | None) -> Tensor:
         """Hidden states of a padded layout, whose ids and positions were copied to the device; the
@@ -62,6 +64,7 @@ class _Inputs(NamedTuple):
     positions: Tensor
     rows: Tensor
     types: Tensor
+    runs: StateRuns | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +145,9 @@ class Stage:
     ) -> Tensor:
         """Hidden states of these rows, of all if there are none. They are `is_kept` while later
         steps run."""
-        wide = None if self.graphs is None else self.graphs.padded(layout)
-        inputs = self._put(layout, wide or layout, rows, continued)
+        runs = None if self.states is None else runs_of(layout)
+        wide = None if self.graphs is None else self.graphs.padded(layout, runs)
+        inputs = self._put(layout, wide or layout, rows, continued, runs)
         wanted = inputs.rows if len(rows) else None
         if self.graphs is not None and wide is not None:
             replayed = self.graphs.replay(wide, hidden)[: layout.num_tokens]
@@ -162,7 +166,7 @@ class Stage:
             self.attention,
             wanted,
             loras=layout.lora_segments,
-            states=None if self.states is None else step_states(self.states, layout),
+            states=self._states(inputs.runs),
             ids=inputs.ids,
             added=added,
         )
@@ -192,22 +196,35 @@ class Stage:
         )
 
     def _put(
-        self, layout: RaggedLayout, wide: RaggedLayout, rows: Int64s, continued: Continued
+        self,
+        layout: RaggedLayout,
+        wide: RaggedLayout,
+        rows: Int64s,
+        continued: Continued,
+        runs: StateRuns | None,
     ) -> _Inputs:
         """Copy the inputs of the layers; tokens that only the device knows are copied there."""
         types = NO_ROWS if layout.token_types is None else layout.token_types
         rope = wide.positions if wide.rope_positions is None else wide.rope_positions
         turned = rope.reshape(-1)  # there may be three of each
+        arrays = [wide.token_ids, turned, rows, types]
+        if runs is not None:
+            runs = runs if wide is layout else filled(runs, wide.num_tokens)
+            arrays[2:2] = flat(runs)  # graphs read them there
         known, held, numbers = continued.on_device()
-        if known is None:
-            ids, positions, wanted, token_types = self.put(wide.token_ids, turned, rows, types)
-            return _Inputs(ids, positions.view(rope.shape), wanted, token_types)
-        targets = layout.last_token_rows[numbers]
-        ids, positions, wanted, token_types, last_token_rows, places = self.put(
-            wide.token_ids, turned, rows, types, targets, held
-        )
-        ids.index_copy_(0, last_token_rows, known.index_select(0, places))
-        return _Inputs(ids, positions.view(rope.shape), wanted, token_types)
+        if known is not None:
+            arrays += (layout.last_token_rows[numbers], held)
+        ids, positions, *others = self.put(*arrays)
+        if runs is not None:
+            runs = runs._replace(on_device=(others.pop(0), others.pop(0)))
+        if known is not None:
+            ids.index_copy_(0, others[2], known.index_select(0, others[3]))
+        return _Inputs(ids, positions.view(rope.shape), others[0], others[1], runs)
+
+    def _states(self, runs: StateRuns | None) -> StepStates | None:
+        if self.states is None or runs is None:
+            return None
+        return StepStates(self.states.layers, runs)
 
 
 def _needed_rows(layout: RaggedLayout) -> Int64s:

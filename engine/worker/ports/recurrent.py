@@ -124,11 +124,17 @@ class StateRuns(NamedTuple):
 
     A run reads the state in its source slot (`NO_STATE`: zeros) before its first row. The state
     after row r is written to the slots `writes[r]`, as far as they are not `NO_STATE`. No run reads
-    a slot that another one writes.
+    a slot that another one writes. A GPU's kernels read both `on_device`.
     """
 
     runs: Int64s  # [runs, 3]: first row, the row behind the last one, source slot
     writes: Int64s  # [rows, 2]
+    on_device: tuple[Tensor, Tensor] | None = None  # the same numbers one after the other
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest run."""
+        return int((self.runs[:, 1] - self.runs[:, 0]).max(initial=0))
 
 
 class StepStates(NamedTuple):

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def variants() -> Iterator[Variant]:
         }
         yield Variant("parts", "kernel", name, types, constants, {"num_warps": 1})
     yield from _decode_attention()
+    yield from _recurrent()
     yield from _products()
     yield from _four_bit()
     yield from _products_with_fp8()
@@ -157,6 +159,36 @@ def _decode_attention() -> Iterator[Variant]:
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
         name = " ".join(("attend_decodes", str(dim), kept, *more))
         yield Variant("decode_attention", "kernel", name, types, constants, options)
+
+
+def _recurrent() -> Iterator[Variant]:
+    """The layers of Qwen3.5-4B, Granite 4, Falcon-H1 and LFM2."""
+    module = import_module(f"{PACKAGE}.recurrence")
+    types = dict.fromkeys(("weights", "bias", "state", "states", "mixed"), "*fp32")
+    types |= dict.fromkeys(("rates", "biases", "skips", "weight", "x"), "*fp32")
+    types |= {"y": "*bf16", "runs": "*i64", "writes": "*i64", "eps": "fp32"}
+    for taps, is_gated, is_first in product((4, 3), (False, True), (False, True)):
+        constants: dict[str, object] = {"TAPS": taps, "IS_FIRST": is_first, "IS_GATED": is_gated}
+        constants |= {"HAS_BIAS": is_gated, "BLOCK": 256}
+        own = types | {"out": "*bf16" if is_gated else "*fp32"}
+        name = f"convolve {taps}{' gated' * is_gated}{' first' * is_first}"
+        yield Variant("recurrence", "convolution_kernel", name, own, constants, {"num_warps": 4})
+    for kind, heads, key_dim, value_dim in (
+        ("delta", (16, 32), 128, 128),
+        ("mamba", (1, 48), 128, 64),
+        ("mamba", (1, 24), 256, 64),
+    ):
+        constants = {"NUM_KEYS": heads[0], "NUM_VALUES": heads[1], "KEY_DIM": key_dim}
+        constants |= {"VALUE_DIM": value_dim, "IS_MAMBA": kind == "mamba", "EPS": 1e-6}
+        constants |= {"KEYS": key_dim, "VALUES": module.STATE_ELEMENTS // key_dim}
+        own = types | {"out": "*bf16" if kind == "mamba" else "*fp32"}
+        name = f"scan {kind} {key_dim}"
+        yield Variant("recurrence", "scan_kernel", name, own, constants, {"num_warps": 1})
+    constants = {"NUM_HEADS": 32, "TILED_KEYS": 16, "DIM": 128, "BLOCK": 128}
+    types["out"] = "*bf16"
+    yield Variant(
+        "recurrence", "gated_norm_kernel", "gated_norm", types, constants, {"num_warps": 1}
+    )
 
 
 def _products() -> Iterator[Variant]:

@@ -22,6 +22,7 @@ import numpy as np
 from platformdirs import user_cache_path
 
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.worker.model.kv.recurrent_states import runs_of
 from engine.worker.model.layout import build_layout
 from engine.worker.model.stage import Stage
 from engine.worker.process.pipeline import StepPipeline
@@ -79,7 +80,8 @@ def measure(worker: Worker, case: Sequence[int], context: int, seconds: float) -
     entries = entries_of(case, context, worker.parts.limits.block_size)
     stage = worker.parts.stage
     layout = build_layout(Step(StepId(0), entries), worker.parts.limits)
-    wide = None if stage.graphs is None else stage.graphs.padded(layout)
+    runs = None if stage.states is None else runs_of(layout)
+    wide = None if stage.graphs is None else stage.graphs.padded(layout, runs)
     served = pace(worker, stage, entries, seconds)
     eager = served if wide is None else pace(worker, replace(stage, graphs=None), entries, seconds)
     decodes, *pieces = case

@@ -67,6 +67,7 @@ class Plan:
             WorkerRun("Llama-3.1-8B", SIZES, 1024, "8x2048", 180.0),
             WorkerRun("Llama-3.1-8B", SIZES, 1024, "8x2048", 90.0, FP8),
             WorkerRun("Llama-3.1-8B", "1,8,64,256", 1024, "8x2048", 80.0, ("--weights", "int4")),
+            WorkerRun("Qwen3.5-4B", "1,64", 1024, "8x2048", 80.0),
             WorkerRun("Qwen3-30B-A3B", "1,64", 1024, "8x2048", 120.0),
             WorkerRun("gpt-oss-20b", "1,64", 1024, "8x2048", 120.0),
             WorkerRun("Qwen2.5-0.5B", "1,64,256", 1024, "8x2048", 50.0),

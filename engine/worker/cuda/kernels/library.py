@@ -11,12 +11,15 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.errors import KernelFaulted
+from engine.step import NO_STATE
 from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials, file_of
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import (
@@ -43,6 +46,17 @@ from engine.worker.cuda.kernels.tiling import (
     NARROW_FP8,
     WIDE,
 )
+from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.ports import (
+    ConvShape,
+    ConvWeights,
+    DeltaShape,
+    DeltaWeights,
+    MambaShape,
+    MambaWeights,
+    RecurrentWeights,
+    StateRuns,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +80,7 @@ class TritonKernels:
     fp8_weights: ModuleType | None = None
     parts: ModuleType | None = None
     decode_attention: ModuleType | None = None
+    recurrence: ModuleType | None = None
 
 
 NO_KERNELS = TritonKernels()
@@ -218,6 +233,40 @@ class Trial:
             for one, other in zip(*results, strict=True):
                 check("attention of decodes", one, other)
 
+    def recurrence(self, module: ModuleType) -> None:
+        """A decode, a run that begins and one that goes on, of each kind of recurrent layer."""
+        rows, writes = [[0, 1, 1], [1, 9, NO_STATE], [9, 11, 2]], np.full((11, 2), NO_STATE)
+        writes[[0, 3, 8, 10], 0] = 1, 4, 0, 3
+        on_device = torch.tensor(rows).to(self.place), torch.from_numpy(writes).to(self.place)
+        runs = StateRuns(np.array(rows), writes, on_device)
+        for weights, width in self._recurrent_layers():
+            found = []
+            for made in (partial(module.recurrence, weights), TorchOperators().recurrence(weights)):
+                states = [self.noise(5, *size).float() for size in weights.shape.state_sizes]
+                y = self.noise(11, width, seed=1)
+                found.append((made(y, tuple(states), runs), *states))
+            for one, other in zip(*found, strict=True):
+                check("recurrent layer", one, other)
+
+    def _recurrent_layers(self) -> list[tuple[RecurrentWeights, int]]:
+        """One of each kind, and the columns that it reads."""
+
+        def numbers(*shape: int, seed: int) -> Tensor:
+            return self.noise(*shape, seed=seed).float()
+
+        conv, delta, mamba = (
+            ConvShape(40, 3),
+            DeltaShape(2, 4, 16, 16, 4),
+            MambaShape(1, 2, 32, 16, 4),
+        )
+        of_delta = numbers(128, 4, seed=2), -numbers(4, seed=3).exp(), numbers(4, seed=4)
+        of_mamba = numbers(96, 4, seed=2), numbers(96, seed=5), -numbers(2, seed=3).exp()
+        return [
+            (ConvWeights(conv, numbers(40, 3, seed=2), numbers(40, seed=3)), 3 * 40),
+            (DeltaWeights(delta, *of_delta, numbers(16, seed=5), 1e-6), 128 + 4 * (16 + 2)),
+            (MambaWeights(mamba, *of_mamba, *numbers(2, 2, seed=4)), 96 + 2 * (16 + 1)),
+        ]
+
 
 TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "rope_and_cache_write": ("rope_and_cache_write", Trial.rope_and_cache_write),
@@ -228,6 +277,7 @@ TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "fp8_weights": ("fp8_weights", Trial.fp8_weights),
     "parts": ("parts", Trial.parts),
     "decode_attention": ("decode_attention", Trial.decode_attention),
+    "recurrence": ("recurrence", Trial.recurrence),
 }
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from types import ModuleType
 
@@ -40,6 +41,8 @@ from engine.worker.ports import (
     LinearWeight,
     LowRankUp,
     Norm,
+    Recurrence,
+    RecurrentWeights,
     Routing,
     SamplingOperators,
     Weight,
@@ -212,3 +215,9 @@ class CudaOperators(TorchOperators):
         if rows is None or not is_gated or name not in rows.GATES:
             return super().activation(name, is_gated=is_gated)
         return FusedGate(name, rows)
+
+    def recurrence(self, weights: RecurrentWeights) -> Recurrence:
+        kernels = self._fast.recurrence
+        if kernels is None or not kernels.has_kernels(weights.shape):
+            return super().recurrence(weights)
+        return partial(kernels.recurrence, weights)

@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def arena_capacity(max_tokens: int, max_requests: int) -> int:
-    """The arena's size in int64: ids, positions, output rows, token types, and the rows whose token
-    is on the device."""
-    return 2 * max(max_tokens, max_requests) + 2 * max_tokens + 4 * max_requests
+    """The arena's size in int64: ids, positions, the runs of recurrent layers, output rows, token
+    types, and the rows whose token is on the device."""
+    return 7 * max(max_tokens, max_requests) + 2 * max_tokens + 4 * max_requests
 
 
 def with_graphs(
@@ -39,7 +39,7 @@ def with_graphs(
         name = type(stage.attention).__name__
         logger.warning("steps run without CUDA graphs: %s cannot be captured", name)
         return stage
-    layers = Layers(stage.model, stage.attention, received)
+    layers = Layers(stage.model, stage.attention, received, stage.states)
     graphs = StepGraphs(streams, layers, arena, (limits.num_blocks, limits.block_size))
     graphs.capture(sizes, progress, needs_all=is_ranked)
     return replace(stage, graphs=graphs)

@@ -3,7 +3,8 @@
 A step is padded to the next captured size. Decodes only have graphs of their own, whose attention
 is a decode kernel's. Steps with pieces of prompts have graphs up to `MAX_MIXED_ROWS` tokens: larger
 ones take the GPU longer than their launches take the host. They run eagerly, and so do steps with
-rows of LoRA adapters, whose segments vary, and with pieces far behind the start of a prompt. A
+rows of LoRA adapters, whose segments vary, with pieces far behind the start of a prompt, and, of
+models with recurrent layers, with any pieces or with many drafts. A
 graph holds embedding and layers; logits and sampling run after it, for the real rows only. A graph
 of one of several ranks contains their all-reduces: they replay the same sizes in the same order.
 """
@@ -19,8 +20,16 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.worker.cuda.step.arena import StepArena
+from engine.worker.model.kv.recurrent_states import NO_RUNS, RecurrentStates, filled, flat
 from engine.worker.model.layout import blank_layout, padded
-from engine.worker.ports import CapturableAttention, RaggedLayout, StageModel, StepContext
+from engine.worker.ports import (
+    CapturableAttention,
+    RaggedLayout,
+    StageModel,
+    StateRuns,
+    StepContext,
+    StepStates,
+)
 from engine.worker.streams import Graph, Streams
 
 Progress = Callable[[str, int, int], None]
@@ -71,6 +80,7 @@ class _Captured(NamedTuple):
     graph: Graph
     ids: Tensor  # [size]; like the positions, views of the arena
     positions: Tensor
+    runs: StateRuns | None  # those of recurrent layers, on the device in the arena
     hidden: Tensor  # [size, hidden], written by each replay
     baked: tuple[int, ...]
 
@@ -85,9 +95,19 @@ class Layers:
     model: StageModel
     attention: CapturableAttention
     received: Tensor | None = None  # [most rows, hidden]
+    states: RecurrentStates | None = None
 
-    def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        context = StepContext(positions, self.attention, ids=ids)
+    def takes(self, runs: StateRuns) -> bool:
+        """Whether recurrent layers launch for these runs what was captured, for single rows: the
+        convolution has another launch for rows that do not read a state."""
+        return self.states is not None and runs.longest <= self.states.num_inputs
+
+    def __call__(self, ids: Tensor, positions: Tensor, runs: StateRuns | None) -> Tensor:
+        states = None
+        if self.states is not None:
+            assert runs is not None, "recurrent layers have runs"
+            states = StepStates(self.states.layers, runs)
+        context = StepContext(positions, self.attention, ids=ids, states=states)
         if self.received is None:
             return self.model.layers(self.model.embed(ids, positions), context)
         # layers add to their input in place, which a replay must find as it was received
@@ -95,7 +115,8 @@ class Layers:
 
 
 class StepGraphs:
-    """Graphs that read the start of an arena: ids of all rows, then their positions."""
+    """Graphs that read the start of an arena: ids of all rows, then their positions, and the runs
+    of recurrent layers."""
 
     def __init__(self, streams: Streams, layers: Layers, arena: StepArena, blank: tuple[int, int]):
         """`blank` is the spare block and the block size."""
@@ -133,9 +154,11 @@ class StepGraphs:
         """Captured numbers of tokens of steps with pieces of prompts, ascending."""
         return tuple(sorted(kind.rows for kind in self._captured if not kind.is_decode_only))
 
-    def padded(self, layout: RaggedLayout) -> RaggedLayout | None:
+    def padded(self, layout: RaggedLayout, runs: StateRuns | None) -> RaggedLayout | None:
         """The layout padded to a captured size; None if the step has to run eagerly."""
-        if layout.lora_segments or layout.states or layout.encoded:
+        if layout.lora_segments or layout.encoded:
+            return None
+        if runs is not None and not self._layers.takes(runs):
             return None
         if layout.token_types is not None or _num_pairs(layout) > MAX_PAIRS:
             return None
@@ -162,21 +185,25 @@ class StepGraphs:
         logger.warning("attention of %s has another plan than its graph, which is dropped", kind)
         del self._captured[kind]
         layers.attention.plan(layout)
-        return layers(captured.ids, captured.positions)
+        return layers(captured.ids, captured.positions, captured.runs)
 
     def _capture(self, kind: GraphKind) -> _Captured:
         blank = blank_layout(kind.rows, *self._blank)
         if not kind.is_decode_only:
             blank = replace(blank, num_decodes=0)
-        ids, positions = self._arena.put(blank.token_ids, blank.positions)
+        runs = None if self._layers.states is None else filled(NO_RUNS, kind.rows)
+        of_runs = () if runs is None else flat(runs)
+        ids, positions, *on_device = self._arena.put(blank.token_ids, blank.positions, *of_runs)
+        if runs is not None:
+            runs = runs._replace(on_device=(on_device[0], on_device[1]))
         attention = self._layers.attention
         for _ in range(NUM_WARM_UPS):
             attention.plan_captured(blank)
-            self._layers(ids, positions)
+            self._layers(ids, positions, runs)
         baked = attention.plan_captured(blank)
         self._streams.synchronize()
-        graph, hidden = self._streams.capture(lambda: self._layers(ids, positions))
-        return _Captured(graph, ids, positions, hidden, baked)
+        graph, hidden = self._streams.capture(lambda: self._layers(ids, positions, runs))
+        return _Captured(graph, ids, positions, runs, hidden, baked)
 
 
 def _num_pairs(layout: RaggedLayout) -> int:

@@ -13,16 +13,18 @@ from engine.worker.model.kv.kv_tensors import untouched_zeros
 from engine.worker.model.kv.leaving import AfterLeaving, Leaving
 from engine.worker.ports import (
     BlockMover,
+    Int64s,
     MovesInFlight,
     RaggedLayout,
     RecurrentShape,
     StateRuns,
-    StepStates,
 )
 from engine.worker.ports.recurrent import num_elements
 from engine.worker.transfers import Transfers
 
 BYTES = torch.float32.itemsize
+NO_RUN = (0, 0, NO_STATE)  # without rows
+NO_RUNS = StateRuns(np.zeros((0, 3), dtype=np.int64), np.zeros((0, 2), dtype=np.int64))
 
 
 def bytes_per_state(shapes: Sequence[RecurrentShape]) -> int:
@@ -49,15 +51,20 @@ class RecurrentStates:
             tuple(zeros((num_slots, *sizes)) for sizes in shape.state_sizes) for shape in shapes
         )
 
+    @property
+    def num_inputs(self) -> int:
+        """Inputs of convolutions in a state: behind so many rows, those of a run do not read it."""
+        return min((layer[0].shape[1] for layer in self.layers), default=0)
+
     def tensors(self) -> Iterator[Tensor]:
         """All tensors, `[slots, …]` each."""
         for layer in self.layers:
             yield from layer
 
 
-def step_states(states: RecurrentStates, layout: RaggedLayout) -> StepStates:
-    """What a step reads and writes."""
-    return StepStates(states.layers, state_runs(layout.states, layout.qo_indptr.tolist()))
+def runs_of(layout: RaggedLayout) -> StateRuns:
+    """The runs of a step."""
+    return state_runs(layout.states, layout.qo_indptr.tolist())
 
 
 def state_runs(slots: Sequence[StateSlots], indptr: Sequence[int]) -> StateRuns:
@@ -79,6 +86,22 @@ def state_runs(slots: Sequence[StateSlots], indptr: Sequence[int]) -> StateRuns:
             row = start + num_tokens - 1
             writes[row, int(row == stop - 1)] = slot
     return StateRuns(np.array(runs, dtype=np.int64), writes)
+
+
+def filled(runs: StateRuns, num_rows: int) -> StateRuns:
+    """With rows behind the others that are runs of their own and write nothing, and then empty
+    runs: so many of both."""
+    count, rows = len(runs.runs), len(runs.writes)
+    more = np.array([NO_RUN], dtype=np.int64).repeat(num_rows - count, axis=0)
+    more[: num_rows - rows, 0] = np.arange(rows, num_rows)
+    more[: num_rows - rows, 1] = np.arange(rows, num_rows) + 1
+    nothing = np.full((num_rows - rows, 2), NO_STATE, dtype=np.int64)
+    return StateRuns(np.concatenate((runs.runs, more)), np.concatenate((runs.writes, nothing)))
+
+
+def flat(runs: StateRuns) -> tuple[Int64s, Int64s]:
+    """The numbers of `StateRuns.on_device`."""
+    return runs.runs.reshape(-1), runs.writes.reshape(-1)
 
 
 class StateMover:

@@ -14,6 +14,7 @@ from engine.errors import StepFailed, Unavailable, WorkerLost
 from engine.media import ImagePixels
 from engine.step import Step, StepResult
 from engine.worker.cuda.device import CudaDevice, NoThreadPool
+from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels
 from engine.worker.launched import StepInFlight
 from engine.worker.ports import (
     AttentionBackend,
@@ -123,10 +124,13 @@ class OnStandIns:
             return self.worker.launch(step)
 
 
-def on_stand_ins(model: object, **changes: object) -> OnStandIns:
+def on_stand_ins(
+    model: object, kernels: TritonKernels = NO_KERNELS, **changes: object
+) -> OnStandIns:
     """A worker loaded from a checkpoint; `changes` are fields of its settings."""
     settings = gpu_settings(model, **changes)
     device = StandInDevice(settings)
+    device._triton = kernels  # reference attention would leave them out
     progress: list[tuple[str, int, int]] = []
     worker = Worker.load(settings, lambda *news: progress.append(news), device)
     return OnStandIns(worker, device, progress)
