@@ -102,16 +102,23 @@ def merged(model: Any, lora: Path) -> Any:
 
 
 @ON_EACH_DEVICE
+@pytest.mark.parametrize("num_at_start", [0, 1])
 async def test_loras_and_the_base_model_share_steps(
-    llama: Any, device: str, tmp_path: Path, record_property: Record
+    llama: Any, device: str, num_at_start: int, tmp_path: Path, record_property: Record
 ) -> None:
-    pair = pair_of(llama, tmp_path / "model", device, lookahead=1)
+    """With one from the start on, decodes with any are replayed on a GPU, in 16 bits."""
+    folders = [
+        random_lora(tmp_path / str(number), number, LORA_SIZES, NUM_LAYERS) for number in (1, 2)
+    ]
+    specs = [LoraSpec(number, str(number), str(each)) for number, each in enumerate(folders, 1)]
+    given = tuple(specs[:num_at_start])
+    pair = pair_of(llama, tmp_path / "model", device, lookahead=1, loras=given)
+    reports = [*pair.worker.report.loras, *map(pair.worker.load_lora, specs[num_at_start:])]
     asks, oracles = asks_of(2, 24), [Oracle(llama, pair.tolerance)]
-    for number in (1, 2):
-        folder = random_lora(tmp_path / str(number), number, LORA_SIZES, NUM_LAYERS)
-        report = pair.worker.load_lora(LoraSpec(number, str(number), str(folder)))
+    for folder, report in zip(folders, reports, strict=True):
         assert not report.error
-        asks += asks_of(2, 24, lora=LoraAdapter(number, str(number), report.digest))
+        lora = LoraAdapter(report.lora_id, str(report.lora_id), report.digest)
+        asks += asks_of(2, 24, lora=lora)
         oracles.append(Oracle(merged(llama, folder), pair.tolerance))
     outcomes = await outcomes_of(pair.worker, asks)
     for number, oracle in enumerate(oracles):

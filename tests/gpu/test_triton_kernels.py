@@ -18,11 +18,13 @@ from engine.worker.cuda.kernels.tiling import (
     fp8_weight_tiling,
 )
 from engine.worker.cuda.model.four_bit import packed
+from engine.worker.cuda.model.loras import CapturedLoras
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.model.torch_operators import TorchSampling
 from engine.worker.ports import ConvShape, DeltaShape, MambaShape, RecurrentShape
 from engine.worker.weights.formats.fp8 import Fp8Weight
 from tests.engine.worker.cpu.recurrences import inputs_of
+from tests.engine.worker.cuda.adapters import an_adapter
 from tests.engine.worker.cuda.kernels.recurrent_steps import (
     MIXED,
     num_rows,
@@ -153,3 +155,23 @@ def test_recurrent_layers_and_their_independence_of_where_a_prompt_is_cut(
     cut = run(recurrence, weights, y, *parts)
     for one, other in zip((whole[0], *whole[1]), (cut[0], *cut[1]), strict=True):
         assert torch.equal(one, other)
+
+
+def test_rows_with_adapters_of_their_own(kernels: library.TritonKernels) -> None:
+    """In the widths of Llama-3.1-8B's q, k and v."""
+    widths, ranks = [4096, 1024, 1024], ([16, 16, 16], [64, 0, 8])
+    assert kernels.lora is not None
+    loras = CapturedLoras(widths, 64, GPU, kernels.lora)
+    adapters = [an_adapter(4096, widths, each, torch.bfloat16, 1, "cuda") for each in ranks]
+    for slot, adapter in enumerate(adapters):
+        loras.put(slot, adapter)
+    x, y = (noise(9, width, seed=width).bfloat16() for width in (4096, sum(widths)))
+    slots = torch.tensor([0, 1, -1, 0, 0, 1, 1, -1, 0], device=GPU)
+    wanted, found, alone = y.clone(), y.clone(), y[4:5].clone()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            adapters[slot](x[row : row + 1], wanted[row : row + 1])
+    loras(x, found, slots)
+    library.check("LoRA", found, wanted)
+    loras(x[4:5], alone, slots[4:5])
+    assert torch.equal(found[4], alone[0])

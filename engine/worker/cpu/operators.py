@@ -22,9 +22,9 @@ from engine.worker.cpu.kernels import (
     sampling,
 )
 from engine.worker.cpu.linears.experts import NativeExperts, expert_linears
-from engine.worker.cpu.linears.floats import FLOAT32
 from engine.worker.cpu.linears.heads import NativeHeads
-from engine.worker.cpu.linears.packed import MixedLinear, NativeLowRank, PackedLinear
+from engine.worker.cpu.linears.loras import NativeLoras
+from engine.worker.cpu.linears.packed import MixedLinear, PackedLinear
 from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.cpu.recurrent import NativeConvolution, native_recurrence
@@ -37,7 +37,6 @@ from engine.worker.ports import (
     ExpertWeights,
     Linear,
     LinearWeight,
-    LowRankUp,
     RecurrentWeights,
     Routing,
     StageModel,
@@ -160,6 +159,7 @@ class NativeOperators:
         self._gate_heads = KernelCall(pool, elementwise.gate_heads, gates())
         self.sampling = NativeSampling(pool)
         self.heads = NativeHeads(pool, self._store)
+        self.loras = NativeLoras(pool)
 
     @property
     def kernels(self) -> tuple[Callable[..., None], ...]:
@@ -211,9 +211,6 @@ class NativeOperators:
         up = expert_linears(self._pool, self._store, gates, up_biases, "up")
         down = expert_linears(self._pool, self._store, downs, down_biases, "down")
         return NativeExperts(self._pool, up, down, activation, routing)
-
-    def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> NativeLowRank:
-        return NativeLowRank(self._pool, FLOAT32, down, ups)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor

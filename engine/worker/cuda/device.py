@@ -17,6 +17,7 @@ from engine.worker.cuda.kernels.tiling import has_room
 from engine.worker.cuda.memory import GpuMemory, check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
 from engine.worker.cuda.model.linears import FastProducts
+from engine.worker.cuda.model.loras import CudaLoras
 from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.cuda.model.weight_staging import OnDevice
 from engine.worker.cuda.requirements import missing
@@ -161,14 +162,17 @@ class CudaDevice:
             triton.recurrence,
             is_invariant,
         )
+        settings, place, dtype = self._settings, self._gpu.place, self.formats.dtype
+        captured = triton.lora if settings.loras else None
         return CudaOperators(
-            self._gpu.place,
-            self.formats.dtype,
+            place,
+            dtype,
             self._format,
             fast,
             DeviceSampling(self._gpu.put, triton.sampling.sample) if triton.sampling else None,
             self._others,
-            multiplies_fp8=why_not_fp8(self._gpu, self.formats.dtype) == "",
+            multiplies_fp8=why_not_fp8(self._gpu, dtype) == "",
+            loras=CudaLoras(place, dtype, captured, settings.max_lora_rank),
         )
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
@@ -215,7 +219,8 @@ class CudaDevice:
         self, stage: Stage, shard: Shard, limits: LayoutLimits, progress: Progress
     ) -> Stage:
         """The stage with CUDA graphs of its steps; of models with recurrent layers only decodes
-        have some, and only if kernels of ours compute these layers."""
+        have some, and only if kernels of ours compute these layers. Decodes with LoRA adapters have
+        others, if there are adapters from the start on."""
         recurrent, kernels = shard.shape.recurrent_layers, self._triton.recurrence
         if not (self._settings.kernels.cuda_graphs and shard.has_logits):
             return stage

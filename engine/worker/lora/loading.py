@@ -213,7 +213,7 @@ class Loras:
                 columns = slice(first_output, last_output)
                 ups.append(LowRankUp(places[part.module], columns, rows))
             first_output = last_output
-        return self.operators.low_rank(torch.cat(downs), ups) if ups else None
+        return self.operators.loras.low_rank(torch.cat(downs), ups) if ups else None
 
     def _change_of_heads(
         self, linear: LoraLinear, pairs: Mapping[str, LowRankPair]
@@ -228,5 +228,5 @@ class Loras:
             if part.is_transposed:
                 down, up = up.t().contiguous(), down.t().contiguous()
             change = LowRankUp(ranks, slice(0, len(up)), up)
-            heads.append(self.operators.low_rank(down, [change]))
+            heads.append(self.operators.loras.low_rank(down, [change]))
         return HeadLowRank(tuple(heads))

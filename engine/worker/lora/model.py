@@ -6,17 +6,29 @@ without LoRA. In the others, a linear computes all rows as before, and then adds
 adds to its own rows. So the rows of a request have the same bits whatever else is in the step.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TypeVar, cast
 
+import numpy as np
 from torch import Tensor
 
 from engine.worker.lora.named_linears import LinearPart, NamedLinear, NamedLinears
 from engine.worker.model.layers import Decoder
-from engine.worker.ports import HeadLinear, Linear, LoraSegment, LowRank, StageModel, StepContext
+from engine.worker.ports import (
+    NUM_LORA_SLOTS,
+    HeadLinear,
+    Int64s,
+    Linear,
+    LoraSegment,
+    LowRank,
+    SlottedLoras,
+    StageModel,
+    StepContext,
+)
 
 T = TypeVar("T")
+NO_SLOT = -1
 
 
 class StepSegments:
@@ -24,6 +36,7 @@ class StepSegments:
 
     def __init__(self) -> None:
         self.now: tuple[LoraSegment, ...] = ()
+        self.slots: Tensor | None = None  # instead, the slot of each row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +48,7 @@ class LoraLinear:
     segments: StepSegments
     loras: dict[int, LowRank]
     is_of_heads: bool = False
+    slotted: SlottedLoras | None = None
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         y = self.linear(x, add_to)
@@ -43,6 +57,10 @@ class LoraLinear:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add to the results `y` of `x` what the adapters of the step's rows add."""
+        if self.segments.slots is not None:
+            assert self.slotted is not None, "such steps are of models whose linears have slots"
+            self.slotted(x, y, self.segments.slots)
+            return
         for lora_id, start, stop in self.segments.now:
             lora = self.loras.get(lora_id)
             if lora is not None:
@@ -95,22 +113,47 @@ class LoraModel:
         self._linears = linears
         self._segments = segments
         self._loaded: dict[int, int] = {}  # bytes, by id
+        self._slots: dict[int, int] = {}
+        self._free = list(range(NUM_LORA_SLOTS)) if self.has_slots else []
 
     @property
     def linears(self) -> tuple[LoraLinear, ...]:
         """The linears that adapters can change."""
         return self._linears
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether steps can be computed by the slots of their rows."""
+        return bool(self._linears) and all(each.slotted is not None for each in self._linears)
+
+    def slots(self, segments: Sequence[LoraSegment], num_rows: int) -> Int64s | None:
+        """The slot of each row, negative for rows without an adapter; None if an adapter has no
+        slot. Raises `ValueError` for an adapter that is not loaded."""
+        self._check(segments)
+        found = np.full(num_rows, NO_SLOT, dtype=np.int64)
+        for lora_id, start, stop in segments:
+            if lora_id not in self._slots:
+                return None
+            found[start:stop] = self._slots[lora_id]
+        return found
+
     def add(self, lora_id: int, changes: Mapping[LoraLinear, LowRank]) -> int:
         """Load an adapter; it may be used in steps from now on. Returns its bytes."""
         for linear, change in changes.items():
             linear.loras[lora_id] = change
+        if self._free:
+            self._slots[lora_id] = slot = self._free.pop()
+            for linear in self._linears:
+                if linear.slotted is not None:
+                    linear.slotted.put(slot, changes.get(linear))
         self._loaded[lora_id] = sum(change.num_bytes for change in changes.values())
         return self._loaded[lora_id]
 
     def remove(self, lora_id: int) -> None:
         """Unload an adapter, which no step in flight may use."""
         self._loaded.pop(lora_id, None)
+        if (slot := self._slots.pop(lora_id, None)) is not None:
+            self._free.append(slot)
         for linear in self._linears:
             linear.loras.pop(lora_id, None)
 
@@ -119,17 +162,25 @@ class LoraModel:
 
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Raises `ValueError` for rows of an adapter that is not loaded."""
-        self._ran_last = self._adapted if context.loras else self.base
-        if not context.loras:
+        has_loras = bool(context.loras) or context.lora_slots is not None
+        self._ran_last = self._adapted if has_loras else self.base
+        if not has_loras:
             return self.base.layers(hidden, context)
-        for segment in context.loras:
-            if segment.lora_id not in self._loaded:
-                raise ValueError(f"LoRA adapter {segment.lora_id} is not loaded")
-        self._segments.now = context.loras
+        self._check(context.loras)
+        self._segments.now, self._segments.slots = context.loras, context.lora_slots
         if context.rows is None:
             return self._adapted.layers(hidden, context)
         hidden = self._adapted.layers(hidden, replace(context, rows=None))
         return hidden.index_select(0, context.rows)
+
+    def _check(self, segments: Sequence[LoraSegment]) -> None:
+        for segment in segments:
+            if segment.lora_id not in self._loaded:
+                raise ValueError(f"LoRA adapter {segment.lora_id} is not loaded")
+
+
+def no_slots(widths: Sequence[int]) -> None:
+    """Steps with adapters are not captured."""
 
 
 def with_loras(
@@ -137,14 +188,19 @@ def with_loras(
     built: StageModel,
     named: NamedLinears,
     recorded: Callable[[StageModel], StageModel],
+    slotted: Callable[[Sequence[int]], SlottedLoras | None] = no_slots,
 ) -> LoraModel:
     """The model `base` with LoRA. `built` is as the family built it; `recorded` gives a model the
-    form in which the device runs it. A model that is not a `Decoder` has no linears for LoRA."""
+    form in which the device runs it, `slotted` the slots of a linear whose parts have these widths.
+    A model that is not a `Decoder` has no linears for LoRA."""
     segments = StepSegments()
     linears: list[LoraLinear] = []
 
     def wrap(found: NamedLinear) -> LoraLinear | LoraHeadLinear:
-        added = LoraLinear(cast(Linear, found.linear), found.parts, segments, {}, found.is_of_heads)
+        widths = [len(part.rows) for part in found.parts]
+        slots = None if found.is_of_heads else slotted(widths)
+        linear = cast(Linear, found.linear)
+        added = LoraLinear(linear, found.parts, segments, {}, found.is_of_heads, slots)
         linears.append(added)
         return LoraHeadLinear(cast(HeadLinear, found.linear), added) if found.is_of_heads else added
 

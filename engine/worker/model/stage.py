@@ -37,6 +37,9 @@ class ReplaysLayers(Protocol):
         """The layout with as many rows as a recording has; None if the layers have to run as
         usual. `runs` are those of recurrent layers."""
 
+    def lora_slots(self, layout: RaggedLayout) -> Int64s | None:
+        """The slots of LoRA adapters that a recording reads behind ids, positions and runs."""
+
     def replay(self, layout: RaggedLayout, hidden: Tensor | None) -> Tensor:
         """Hidden states of a padded layout, whose ids and positions were copied to the device; the
         next replay overwrites them. `hidden` comes from the previous stage."""
@@ -207,19 +210,25 @@ class Stage:
         types = NO_ROWS if layout.token_types is None else layout.token_types
         rope = wide.positions if wide.rope_positions is None else wide.rope_positions
         turned = rope.reshape(-1)  # there may be three of each
-        arrays = [wide.token_ids, turned, rows, types]
+        arrays = [wide.token_ids, turned]  # and others that graphs read
         if runs is not None:
             runs = runs if wide is layout else filled(runs, wide.num_tokens)
-            arrays[2:2] = flat(runs)  # graphs read them there
+            arrays += flat(runs)
+        if layout.lora_segments and self.graphs is not None and wide is not layout:
+            slots = self.graphs.lora_slots(wide)
+            arrays += () if slots is None else (slots,)
+        first = len(arrays)
+        arrays += (rows, types)
         known, held, numbers = continued.on_device()
         if known is not None:
             arrays += (layout.last_token_rows[numbers], held)
         ids, positions, *others = self.put(*arrays)
+        wanted, token_types, *places = others[first - 2 :]
         if runs is not None:
-            runs = runs._replace(on_device=(others.pop(0), others.pop(0)))
+            runs = runs._replace(on_device=(others[0], others[1]))
         if known is not None:
-            ids.index_copy_(0, others[2], known.index_select(0, others[3]))
-        return _Inputs(ids, positions.view(rope.shape), others[0], others[1], runs)
+            ids.index_copy_(0, places[0], known.index_select(0, places[1]))
+        return _Inputs(ids, positions.view(rope.shape), wanted, token_types, runs)
 
     def _states(self, runs: StateRuns | None) -> StepStates | None:
         if self.states is None or runs is None:

@@ -22,6 +22,7 @@ from engine.worker.ports import (
     HeadOperators,
     Linear,
     LinearWeight,
+    LoraOperators,
     LowRankUp,
     MambaWeights,
     Norm,
@@ -29,6 +30,7 @@ from engine.worker.ports import (
     RecurrentWeights,
     Routing,
     SamplingOperators,
+    SlottedLoras,
     dequantize,
 )
 from engine.worker.sampling.filters import pick, probabilities
@@ -71,6 +73,16 @@ class TorchLowRank:
         inner = F.linear(x, self.down)
         for ranks, columns, weight in self.ups:
             y[:, columns] += F.linear(inner[:, ranks], weight)
+
+
+class TorchLoras:
+    """The `LoraOperators` of any device, in plain torch."""
+
+    def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> TorchLowRank:
+        return TorchLowRank(down, tuple(ups))
+
+    def slots(self, widths: Sequence[int]) -> SlottedLoras | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +170,7 @@ class TorchOperators:
 
     sampling: SamplingOperators = TorchSampling()
     heads: HeadOperators = TorchHeads()
+    loras: LoraOperators = TorchLoras()
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
         parts = [dequantize(weight) for weight in weights]
@@ -174,9 +187,6 @@ class TorchOperators:
             (self.linear((one.gate, one.up), one.up_bias), self.linear((one.down,), one.down_bias))
             for one in experts
         ]
-
-    def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> TorchLowRank:
-        return TorchLowRank(down, tuple(ups))
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor

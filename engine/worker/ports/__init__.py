@@ -33,17 +33,20 @@ from engine.worker.ports.model import (
     StepContext,
 )
 from engine.worker.ports.operators import (
+    NUM_LORA_SLOTS,
     Activation,
     Argmax,
     Draw,
     HeadLinear,
     HeadOperators,
     Linear,
+    LoraOperators,
     LowRank,
     LowRankUp,
     Norm,
     Operators,
     SamplingOperators,
+    SlottedLoras,
 )
 from engine.worker.ports.pooling import PoolingConfig, PoolingHead, PoolingMethod
 from engine.worker.ports.recurrent import (

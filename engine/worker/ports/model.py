@@ -35,7 +35,7 @@ class StepContext:
     one set of angles for each kind of RoPE among their layers. `ids` are the token ids, int64
     `[tokens]`, on the first stage; from them models with embeddings per layer fill in
     `layer_inputs` `[tokens, layers, width]`, from the stage's first layer on. The rows of `loras`
-    are computed with LoRA adapters.
+    are computed with LoRA adapters; a captured step has `lora_slots` instead (`SlottedLoras`).
     `states` is given to models with recurrent layers. The first layers each have one of `added`,
     which is added to some of the hidden states behind the layer.
     `positions` are `[3, tokens]` where images have positions along three axes.
@@ -48,6 +48,7 @@ class StepContext:
     ids: Tensor | None = None
     layer_inputs: Tensor | None = None
     loras: tuple[LoraSegment, ...] = ()
+    lora_slots: Tensor | None = None
     states: StepStates | None = None
     added: tuple[AddedRows, ...] = ()
 

@@ -11,6 +11,7 @@ from engine.worker.ports.recurrent import Recurrence, RecurrentWeights
 from engine.worker.ports.weights import LinearWeight
 
 Activation = Callable[[Tensor], Tensor]
+NUM_LORA_SLOTS = 64
 
 
 class Linear(Protocol):
@@ -37,6 +38,32 @@ class LowRank(Protocol):
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
         """Add to `y` `[tokens, out]`, the linear's output of `x` `[tokens, in]`, in place."""
+
+
+class SlottedLoras(Protocol):
+    """What the adapters in `NUM_LORA_SLOTS` slots add to one linear, each row's slot being read
+    from the device's memory."""
+
+    def put(self, slot: int, lora: LowRank | None) -> None:
+        """Replace an adapter, which no step in flight may use."""
+
+    def __call__(self, x: Tensor, y: Tensor, slots: Tensor) -> None:
+        """Add to `y` `[tokens, out]` in place, as `LowRank` does; `slots` are int64 `[tokens]`, a
+        negative one for no adapter."""
+
+
+class LoraOperators(Protocol):
+    """What LoRA adapters are made of."""
+
+    def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> LowRank:
+        """A LoRA adapter's share of a linear: `ups` read the product with `down` `[ranks, in]`.
+
+        The tensors are float32 on the host; they are copied to where steps read them.
+        """
+
+    def slots(self, widths: Sequence[int]) -> SlottedLoras | None:
+        """The slots of a linear whose outputs are parts of these widths; None if no steps with
+        adapters are captured."""
 
 
 class HeadLinear(Protocol):
@@ -127,12 +154,6 @@ class Operators(Protocol):
         All experts have the same sizes. Weights are used as `linear` describes.
         """
 
-    def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> LowRank:
-        """A LoRA adapter's share of a linear: `ups` read the product with `down` `[ranks, in]`.
-
-        The tensors are float32 on the host; they are copied to where steps read them.
-        """
-
     def constant(self, tensor: Tensor) -> Tensor:
         """A small computed tensor, on the device where steps read it."""
 
@@ -183,3 +204,6 @@ class Operators(Protocol):
 
     @property
     def heads(self) -> HeadOperators: ...
+
+    @property
+    def loras(self) -> LoraOperators: ...

@@ -72,7 +72,7 @@ def build_model(
     def recorded(model: StageModel) -> StageModel:
         return device.recorded(model, operators, shard.num_ranks)
 
-    model = with_loras(recorded(built), built, named, recorded)
+    model = with_loras(recorded(built), built, named, recorded, operators.loras.slots)
     return BuiltModel(model, operators, head, mtp, encoder)
 
 

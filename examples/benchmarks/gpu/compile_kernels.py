@@ -67,6 +67,7 @@ def variants() -> Iterator[Variant]:
         yield Variant("parts", "kernel", name, types, constants, {"num_warps": 1})
     yield from _decode_attention()
     yield from _recurrent()
+    yield from _lora()
     yield from _products()
     yield from _four_bit()
     yield from _products_with_fp8()
@@ -189,6 +190,16 @@ def _recurrent() -> Iterator[Variant]:
     yield Variant(
         "recurrence", "gated_norm_kernel", "gated_norm", types, constants, {"num_warps": 1}
     )
+
+
+def _lora() -> Iterator[Variant]:
+    module = import_module(f"{PACKAGE}.lora")
+    types = {"x": "*bf16", "y": "*bf16", "inner": "*fp32", "blocks": "*i32"}
+    types |= dict.fromkeys(("entries", "rows"), "*i64")
+    constants: dict[str, object] = {"RANKS": module.RANKS, "INPUTS": module.INPUTS}
+    yield Variant("lora", "down_kernel", "lora down", types, constants, {"num_warps": 4})
+    constants = {"RANKS": module.RANKS, "COLUMNS": module.COLUMNS}
+    yield Variant("lora", "up_kernel", "lora up", types, constants, {"num_warps": 2})
 
 
 def _products() -> Iterator[Variant]:

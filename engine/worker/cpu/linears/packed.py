@@ -13,7 +13,7 @@ from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.ports import LowRankUp, ThreadPool, Weight
+from engine.worker.ports import ThreadPool, Weight
 
 COLUMNS_FOR_FEW_ROWS = 128  # a chunk's columns at most: weights are read once
 COLUMNS_FOR_MANY_ROWS = 96  # a piece of them stays in cache
@@ -205,26 +205,3 @@ class MixedLinear:
             part.write(x, y[:, first : first + part.outputs], adds=add_to is not None)
             first += part.outputs
         return y
-
-
-class NativeLowRank:
-    """What a LoRA adapter adds to a linear, by the kernels of `linears`: a row's sum has the same
-    bits whatever rows are beside it."""
-
-    def __init__(
-        self, pool: NativeThreadPool, linears: CpuLinears, down: Tensor, ups: Sequence[LowRankUp]
-    ) -> None:
-        pages = WeightPages(slab_bytes=1)  # a mapping for each weight, freed with it
-        weights = [linears.pack([each], pages, pool) for each in (down, *(up.weight for up in ups))]
-        self._pool = pool
-        self._down, *seconds = [PackedLinear(pool, linears, each, None) for each in weights]
-        self._ups = [
-            (up.ranks, up.columns, second) for up, second in zip(ups, seconds, strict=True)
-        ]
-        self.num_bytes = sum(each.packed.nbytes for each in weights)
-
-    def __call__(self, x: Tensor, y: Tensor) -> None:
-        inner = self._pool.empty("low rank", (len(x), self._down.outputs))
-        self._down.write(x, inner, adds=False)
-        for ranks, columns, up in self._ups:
-            up.write(inner[:, ranks], y[:, columns], adds=True)

@@ -81,6 +81,7 @@ class TritonKernels:
     parts: ModuleType | None = None
     decode_attention: ModuleType | None = None
     recurrence: ModuleType | None = None
+    lora: ModuleType | None = None
 
 
 NO_KERNELS = TritonKernels()
@@ -248,6 +249,24 @@ class Trial:
             for one, other in zip(*found, strict=True):
                 check("recurrent layer", one, other)
 
+    def lora(self, module: ModuleType) -> None:
+        """Rows of two adapters, of which one changes the second part only, and of none."""
+        x, y, slots = self.noise(3, 300), self.noise(3, 96, seed=1), torch.tensor([1, -1, 0])
+        downs = self.noise(20, 300, seed=2), self.noise(5, 300, seed=3)
+        ups = self.noise(64, 12, seed=4), self.noise(32, 8, seed=5), self.noise(32, 5, seed=6)
+        entries = [
+            [downs[0].data_ptr(), 20, ups[0].data_ptr(), 0, 12, ups[1].data_ptr(), 12, 8],
+            [downs[1].data_ptr(), 5, 0, 0, 0, ups[2].data_ptr(), 0, 5],
+        ]
+        blocks = torch.tensor([[0, 0, 0, 64], [1, 64, 64, 96]], dtype=torch.int32)
+        table = module.LoraTable(torch.tensor(entries).to(self.place), blocks.to(self.place), 20)
+        wanted = y.float()
+        wanted[2, :64] += ups[0].float() @ (downs[0][:12].float() @ x[2].float())
+        wanted[2, 64:] += ups[1].float() @ (downs[0][12:].float() @ x[2].float())
+        wanted[0, 64:] += ups[2].float() @ (downs[1].float() @ x[0].float())
+        module.add_low_rank(x, y, table, slots.to(self.place))
+        check("LoRA", y, wanted)
+
     def _recurrent_layers(self) -> list[tuple[RecurrentWeights, int]]:
         """One of each kind, and the columns that it reads."""
 
@@ -278,6 +297,7 @@ TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "parts": ("parts", Trial.parts),
     "decode_attention": ("decode_attention", Trial.decode_attention),
     "recurrence": ("recurrence", Trial.recurrence),
+    "lora": ("lora", Trial.lora),
 }
 
 

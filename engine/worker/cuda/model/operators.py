@@ -32,14 +32,15 @@ from engine.worker.cuda.model.linears import (
     int8_linear,
     stacked,
 )
-from engine.worker.model.torch_operators import TorchLowRank, TorchOperators, TorchSampling
+from engine.worker.cuda.model.loras import CudaLoras
+from engine.worker.model.torch_operators import TorchOperators, TorchSampling
 from engine.worker.ports import (
     Activation,
     Experts,
     ExpertWeights,
     Linear,
     LinearWeight,
-    LowRankUp,
+    LoraOperators,
     Norm,
     Recurrence,
     RecurrentWeights,
@@ -109,6 +110,7 @@ class CudaOperators(TorchOperators):
         others: str = "",
         *,
         multiplies_fp8: bool = False,
+        loras: LoraOperators | None = None,
     ) -> None:
         self._place = place
         self._dtype = dtype
@@ -116,6 +118,7 @@ class CudaOperators(TorchOperators):
         self._others = others
         self._fast = fast
         self._multiplies_fp8 = multiplies_fp8
+        self.loras = loras or CudaLoras(place, dtype)
         self.sampling = sampling or TorchSampling()
         self._logged: set[str] = set()  # reasons
 
@@ -194,12 +197,6 @@ class CudaOperators(TorchOperators):
         is_gpu = self._place.type == "cuda"
         capability = torch.cuda.get_device_capability(self._place) if is_gpu else (0, 0)
         return why_not_grouped(capability, self._dtype, self._weights, sizes)
-
-    def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> TorchLowRank:
-        """A low-rank product in the dtype of the activations."""
-        place, dtype = self._place, self._dtype
-        moved = [up._replace(weight=up.weight.to(place, dtype)) for up in ups]
-        return super().low_rank(down.to(place, dtype), moved)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._place)

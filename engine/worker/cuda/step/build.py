@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def arena_capacity(max_tokens: int, max_requests: int) -> int:
-    """The arena's size in int64: ids, positions, the runs of recurrent layers, output rows, token
-    types, and the rows whose token is on the device."""
-    return 7 * max(max_tokens, max_requests) + 2 * max_tokens + 4 * max_requests
+    """The arena's size in int64: ids, positions, the runs of recurrent layers, slots of LoRA
+    adapters, output rows, token types, and the rows whose token is on the device."""
+    return 8 * max(max_tokens, max_requests) + 2 * max_tokens + 4 * max_requests
 
 
 def with_graphs(

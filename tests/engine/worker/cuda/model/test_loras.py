@@ -1,9 +1,16 @@
+from ctypes import c_float
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
 from engine.lora import LoraSpec
 from engine.step import SampleSpec, Step, StepId
+from engine.worker.cuda.kernels.library import TritonKernels
 from tests.engine.worker.cuda.launching import on_stand_ins
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
@@ -23,10 +30,76 @@ def decode(driver: Driver, loras: tuple[int, ...]) -> list[tuple[int, ...]]:
     return found
 
 
+class Table(NamedTuple):
+    """See `kernels.lora.LoraTable`."""
+
+    entries: Tensor
+    blocks: Tensor
+    max_ranks: int
+
+
+def floats_at(address: int, *shape: int) -> Tensor:
+    count = prod(shape)
+    return torch.frombuffer((c_float * count).from_address(address), dtype=torch.float32).view(
+        shape
+    )
+
+
+def add_low_rank(x: Tensor, y: Tensor, table: Table, slots: Tensor) -> None:
+    """Plain torch, with what a kernel would read from the device's memory when it runs."""
+    entries, blocks = table.entries.numpy(), table.blocks.numpy()
+    for row, slot in enumerate(slots.numpy()):
+        if slot < 0:
+            continue
+        address, ranks, *parts = (int(number) for number in entries[slot])
+        if not ranks:
+            continue
+        inner = floats_at(address, ranks, x.shape[1]) @ x[row]
+        for part in sorted({int(each[0]) for each in blocks}):
+            address, first, count = parts[3 * part : 3 * part + 3]
+            own = blocks[blocks[:, 0] == part]
+            start, end = int(own[0, 1]), int(own[:, 3].max())
+            if address:
+                factor = floats_at(address, end - start, count)
+                y[row, start:end] += factor @ inner[first : first + count]
+
+
+KERNELS = TritonKernels(
+    lora=SimpleNamespace(add_low_rank=add_low_rank, LoraTable=Table, COLUMNS=16)  # type: ignore[arg-type]
+)
+
+
+@pytest.mark.parametrize("weights", ["float32", "int4"])
+def test_decodes_with_adapters_replay_graphs_that_were_captured_before_some_were_loaded(
+    tmp_path: Path, weights: str
+) -> None:
+    base = make_checkpoint(tmp_path / "base")
+    cpu = load_worker(base, weights=weights, activation_bits="14")
+    specs = [
+        LoraSpec(number, "it", str(make_lora(tmp_path / str(number), seed=number)))
+        for number in (1, 2, 3)
+    ]
+    on_gpu = on_stand_ins(base, KERNELS, max_batch_size=6, weights=weights, loras=(specs[0],))
+    cpu.load_lora(specs[0])
+    for spec in specs[1:]:
+        assert cpu.load_lora(spec).error == on_gpu.worker.load_lora(spec).error == ""
+    graphs = on_gpu.device.streams.graphs
+    for loras in ((1, 1, 2), (0, 1, 3), (0, 0, 0, 0, 2), (0, 0)):
+        before = sum(graph.num_replays for graph in graphs)
+        found = decode(Driver(on_gpu), loras)  # type: ignore[arg-type]
+        assert found == decode(Driver(cpu), loras)
+        num_eager = 1 if any(loras) else 0  # the prompts
+        assert sum(graph.num_replays for graph in graphs) - before == 6 - num_eager
+    for worker in (cpu, on_gpu.worker):
+        worker.unload_lora(2)
+        worker.load_lora(specs[1]._replace(lora_id=4, path=specs[2].path))
+    assert decode(Driver(on_gpu), (4, 1)) == decode(Driver(cpu), (4, 1))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("cuda_graphs", "weights"), [(True, "float32"), (False, "float32"), (True, "int4")]
 )
-def test_tokens_are_those_of_the_cpu_and_steps_with_adapters_replay_no_graph(
+def test_tokens_are_those_of_the_cpu_and_without_kernels_adapters_replay_no_graph(
     tmp_path: Path, cuda_graphs: bool, weights: str
 ) -> None:
     base = make_checkpoint(tmp_path / "base")
