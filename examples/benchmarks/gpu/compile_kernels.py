@@ -74,8 +74,8 @@ def variants() -> Iterator[Variant]:
     for top_k, top_p in ((False, False), (True, True)):
         types = {"logits": "*fp32", "weights": "*fp32", "sampled": "*i64", "top_ks": "*i64"}
         types |= dict.fromkeys(("temperatures", "min_ps"), "*fp32")
-        types |= dict.fromkeys(("top_ps", "points"), "*fp64")
-        constants = {"HAS_TOP_K": top_k, "HAS_TOP_P": top_p, "BLOCK": 2048}
+        types |= dict.fromkeys(("top_ps", "points"), "*fp64") | {"large": "*fp32", "places": "*i32"}
+        constants = {"HAS_TOP_K": top_k, "HAS_TOP_P": top_p, "MAX": 8192, "BLOCK": 2048}
         name = f"sample{' top-k top-p' * top_k}"
         yield Variant("sampling", "kernel", name, types, constants, {"num_warps": 16})
 

@@ -1,11 +1,14 @@
 """Temperature, min-p, top-k, top-p and the sampled id of each row, in one launch.
 
-One program per row. A threshold is found without sorting: the bit patterns of non-negative floats
-are ordered as they are, and each pass over the row fixes two of the 30 bits of the threshold, by
-the number (top-k) or the mass (top-p) of the weights above three candidates, until all weights that
-it may still be are equal: 4 to 13 of 15 passes over 128,256 normal logits of deviation 3. Masses
-are summed in float64 in a fixed order, so that a row's id depends on its logits, parameters and
-point only. The definition is `engine.worker.sampling.filters`.
+One program per row. Filters keep the largest weights, which are few in the rows of a trained model.
+So a pass over the row counts and adds up the weights from three cuts on, and the next one copies
+those above the highest cut that suffice; all else is done with these, if they are `MAX_LARGE` at
+most, else with the row. A threshold is found without sorting: the bit patterns of non-negative
+floats are ordered as they are, and each pass fixes two of the 30 bits of the threshold, by the
+number (top-k) or the mass (top-p) of the weights above three candidates, until all weights that it
+may still be are equal: 4 to 13 of 15 passes over 128,256 normal logits of deviation 3. Masses are
+summed in float64 in a fixed order, so that a row's id depends on its logits, parameters and point
+only. The definition is `engine.worker.sampling.filters`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -18,6 +21,8 @@ BLOCK = 2048  # ids per iteration of a pass
 NUM_WARPS = 16
 FIRST_SHIFT = tl.constexpr(28)  # weights are at most 1.0, whose highest set bit is 29
 MAX_PASSES = tl.constexpr(15)
+MAX_LARGE = 8192  # weights of a row that are copied
+HIGH, MIDDLE, LOW = tl.constexpr(2.0**-6), tl.constexpr(2.0**-12), tl.constexpr(2.0**-20)
 
 
 @triton.jit
@@ -62,24 +67,71 @@ def _largest_threshold(weights, vocab, floor, wanted, BY_MASS: tl.constexpr, BLO
 
 
 @triton.jit
-def _store_weights(logits, weights, temperature, min_p, vocab, BLOCK: tl.constexpr):
-    """Unnormalised probabilities, the largest is 1; those below min-p are 0."""
+def _store_weights(
+    logits, weights, temperature, min_p, vocab, HAS_FILTERS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Unnormalised probabilities, the largest is 1; those below min-p are 0. With filters also the
+    masses of all and from each cut on, and how many these are."""
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         logit = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
         most = tl.maximum(most, logit)
     largest = tl.max(most, axis=0)
+    mass = tl.zeros([BLOCK], tl.float64)
+    high, middle, low = mass, mass, mass
+    at_high = tl.zeros([BLOCK], tl.int32)
+    at_middle, at_low = at_high, at_high
     for start in range(0, vocab, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         logit = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
         weight = tl.exp(tl.div_rn(logit - largest, temperature))
-        tl.store(weights + ids, tl.where(weight < min_p, 0.0, weight), mask=ids < vocab)
+        weight = tl.where((weight < min_p) | (ids >= vocab), 0.0, weight)
+        tl.store(weights + ids, weight, mask=ids < vocab)
+        if HAS_FILTERS:
+            amount = weight.to(tl.float64)
+            mass += amount
+            high += tl.where(weight >= HIGH, amount, 0.0)
+            middle += tl.where(weight >= MIDDLE, amount, 0.0)
+            low += tl.where(weight >= LOW, amount, 0.0)
+            at_high += (weight >= HIGH).to(tl.int32)
+            at_middle += (weight >= MIDDLE).to(tl.int32)
+            at_low += (weight >= LOW).to(tl.int32)
+    masses = tl.sum(mass, axis=0), tl.sum(high, axis=0), tl.sum(middle, axis=0), tl.sum(low, axis=0)
+    return masses, (tl.sum(at_high, axis=0), tl.sum(at_middle, axis=0), tl.sum(at_low, axis=0))
+
+
+@triton.jit
+def _cut(has_limit, limit, share, masses, counts):
+    """The highest cut such that the weights from it on suffice for top-k, else for top-p, and how
+    many they are; 2.0 if none does."""
+    wanted = share * masses[0]
+    does_high = tl.where(has_limit, counts[0] >= limit, masses[1] >= wanted)
+    does_middle = tl.where(has_limit, counts[1] >= limit, masses[2] >= wanted)
+    does_low = tl.where(has_limit, counts[2] >= limit, masses[3] >= wanted)
+    cut = tl.where(does_high, HIGH, tl.where(does_middle, MIDDLE, tl.where(does_low, LOW, 2.0)))
+    count = tl.where(does_high, counts[0], tl.where(does_middle, counts[1], counts[2]))
+    return cut, count
+
+
+@triton.jit
+def _copy_large(weights, vocab, cut, large, places, BLOCK: tl.constexpr):
+    """The weights from the cut on, and their ids, in the order of these."""
+    count = vocab * 0
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        weight = tl.load(weights + ids, mask=ids < vocab, other=0.0)
+        is_large = weight >= cut
+        place = count + tl.cumsum(is_large.to(tl.int32), axis=0) - 1
+        tl.store(large + place, weight, mask=is_large)
+        tl.store(places + place, ids, mask=is_large)
+        count += tl.sum(is_large.to(tl.int32), axis=0)
 
 
 @triton.jit
 def _mass_and_ties(weights, vocab, border, BLOCK: tl.constexpr):
-    """The mass of the weights above the border, and the number of those equal to it."""
+    """The mass of the weights above the border, the number of those equal to it, and what one of
+    them is."""
     above = tl.zeros([BLOCK], tl.float64)
     ties = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab, BLOCK):
@@ -88,7 +140,8 @@ def _mass_and_ties(weights, vocab, border, BLOCK: tl.constexpr):
         bits = weight.to(tl.int32, bitcast=True)
         above += tl.where(bits > border, weight, 0.0).to(tl.float64)
         ties += ((bits == border) & (ids < vocab)).to(tl.int32)
-    return tl.sum(above, axis=0), tl.sum(ties, axis=0)
+    each = border.to(tl.float32, bitcast=True).to(tl.float64)
+    return tl.sum(above, axis=0), tl.sum(ties, axis=0), each
 
 
 @triton.jit
@@ -125,6 +178,8 @@ def _id_at(weights, vocab, border, num_kept, num_ties, target, BLOCK: tl.constex
 def kernel(
     logits,
     weights,
+    large,
+    places,
     temperatures,
     min_ps,
     top_ks,
@@ -135,34 +190,51 @@ def kernel(
     row_stride,
     HAS_TOP_K: tl.constexpr,
     HAS_TOP_P: tl.constexpr,
+    MAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: rows. `weights` is scratch memory, `[rows, vocab]` float32."""
+    """Grid: rows. `weights` `[rows, vocab]` float32, `large` `[rows, MAX_LARGE]` and `places`, the
+    same in int32, are scratch memory."""
     row = tl.program_id(0).to(tl.int64)
-    weights += row * vocab
+    weights, large, places = weights + row * vocab, large + row * MAX, places + row * MAX
     temperature, min_p = tl.load(temperatures + row), tl.load(min_ps + row)
-    _store_weights(logits + row * row_stride, weights, temperature, min_p, vocab, BLOCK)
+    HAS_FILTERS: tl.constexpr = HAS_TOP_K or HAS_TOP_P
+    masses, counts = _store_weights(
+        logits + row * row_stride, weights, temperature, min_p, vocab, HAS_FILTERS, BLOCK
+    )
     tl.debug_barrier()  # other threads read these weights
+    top_k = tl.load(top_ks + row).to(tl.int32) if HAS_TOP_K else vocab
+    top_p = tl.load(top_ps + row) if HAS_TOP_P else masses[0] * 0 + 1.0
+    source, size, is_copied = weights, vocab, vocab < 0
+    if HAS_FILTERS:
+        cut, count = _cut(top_k < vocab, top_k, top_p, masses, counts)
+        is_copied = (cut < 2.0) & (count <= MAX) & ((top_k < vocab) | (top_p < 1.0))
+        if is_copied:
+            _copy_large(weights, vocab, cut, large, places, BLOCK)
+            tl.debug_barrier()
+        source = tl.where(is_copied, large, weights)
+        size = tl.where(is_copied, count, vocab)
     border = vocab * 0  # bits of the smallest kept weight
     if HAS_TOP_K:
-        top_k = tl.load(top_ks + row).to(tl.int32)
-        border, _ = _largest_threshold(weights, vocab, border, top_k, False, BLOCK)
-    mass, num_ties = _mass_and_ties(weights, vocab, border, BLOCK)
-    each = border.to(tl.float32, bitcast=True).to(tl.float64)
+        has_limit = top_k < vocab
+        if has_limit:
+            border, _ = _largest_threshold(source, size, border, top_k, False, BLOCK)
+    mass, num_ties, each = _mass_and_ties(source, size, border, BLOCK)
     num_kept = num_ties
     if HAS_TOP_P:
-        top_p = tl.load(top_ps + row)
+        wanted = tl.where(top_k < vocab, mass + num_ties.to(tl.float64) * each, masses[0])
         if top_p < 1.0:
-            wanted = top_p * (mass + num_ties.to(tl.float64) * each)
-            border, _ = _largest_threshold(weights, vocab, border, wanted, True, BLOCK)
+            wanted *= top_p
+            border, _ = _largest_threshold(source, size, border, wanted, True, BLOCK)
             border = tl.minimum(border, 0x3F800000)  # 1.0, the largest weight
-            mass, num_ties = _mass_and_ties(weights, vocab, border, BLOCK)
-            each = border.to(tl.float32, bitcast=True).to(tl.float64)
+            mass, num_ties, each = _mass_and_ties(source, size, border, BLOCK)
             missing = tl.ceil((wanted - mass) / tl.maximum(each, 1e-300))
             missing = tl.minimum(tl.maximum(missing, 1.0), num_ties.to(tl.float64))
             num_kept = missing.to(tl.int32)
     target = tl.load(points + row) * (mass + num_kept.to(tl.float64) * each)
-    found = _id_at(weights, vocab, border, num_kept, num_ties, target, BLOCK)
+    found = _id_at(source, size, border, num_kept, num_ties, target, BLOCK)
+    if is_copied:
+        found = tl.load(places + found)
     tl.store(sampled + row, found.to(tl.int64))
 
 
@@ -181,9 +253,12 @@ def sample(
     """
     rows, vocab = logits.shape
     sampled = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    copied = (rows, min(MAX_LARGE, vocab))
     kernel[(rows,)](
         logits,
         torch.empty_like(logits, memory_format=torch.contiguous_format),
+        torch.empty(copied, dtype=torch.float32, device=logits.device),
+        torch.empty(copied, dtype=torch.int32, device=logits.device),
         temperatures,
         min_ps,
         points if top_ks is None else top_ks,
@@ -194,6 +269,7 @@ def sample(
         logits.stride(0),
         HAS_TOP_K=top_ks is not None,
         HAS_TOP_P=top_ps is not None,
+        MAX=copied[1],
         BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
         num_warps=NUM_WARPS,
     )

@@ -37,6 +37,16 @@ def threshold_kernel(
     tl.store(found + 1, passes)
 
 
+@sampling.triton.jit  # type: ignore[untyped-decorator]
+def cut_kernel(logits: Any, weights: Any, limit: Any, share: Any, found: Any) -> None:
+    """The cut of a row and how many weights are copied."""
+    masses, counts = sampling._store_weights(logits, weights, 1.0, 0.0, 128_256, True, 2048)
+    top_k = tl.load(limit)
+    cut, count = sampling._cut(top_k < 128_256, top_k, tl.load(share), masses, counts)
+    tl.store(found, cut)
+    tl.store(found + 1, count)
+
+
 samplings = st.builds(
     SamplingParams,
     temperature=st.floats(0.05, 5),
@@ -76,8 +86,9 @@ def is_decided(logits: Floats, one: SamplingParams, point: float) -> bool:
     return bool(np.abs(cumulative / cumulative[-1] - point).min() > 1e-6)
 
 
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=10)
 @given(
+    max_large=st.sampled_from([4, 8192]),
     asked=st.lists(samplings, min_size=1, max_size=2),
     vocab=st.integers(1, 3000),
     seed=st.integers(0, 9999),
@@ -85,13 +96,21 @@ def is_decided(logits: Floats, one: SamplingParams, point: float) -> bool:
     data=st.data(),
 )
 def test_the_id_at_a_point_is_that_of_the_definition(
-    asked: list[SamplingParams], vocab: int, seed: int, ties: bool, data: st.DataObject
+    max_large: int,
+    asked: list[SamplingParams],
+    vocab: int,
+    seed: int,
+    ties: bool,
+    data: st.DataObject,
 ) -> None:
+    """Whether the large weights of a row are copied or too many."""
     logits = logits_of(seed, len(asked), vocab, ties=ties)
     points = data.draw(
         st.lists(st.floats(0, 1, exclude_max=True), min_size=len(asked), max_size=len(asked))
     )
-    found = sample(logits, asked, points)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampling, "MAX_LARGE", max_large)
+        found = sample(logits, asked, points)
     for row, (one, point) in enumerate(zip(asked, points, strict=True)):
         weights = filters.probabilities(logits[row], one)
         assert 0 <= found[row] < vocab
@@ -147,3 +166,31 @@ def test_equal_weights_take_one_pass() -> None:
     floor, found = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     threshold_kernel[(1,)](weights, floor, torch.tensor([7], dtype=torch.int32), found, False)
     assert found.tolist() == [0x3F800000, 1]
+
+
+HARMONIC = (
+    -torch.arange(1, 128_257).float().log()
+)  # 0.38 of the mass from 1/64 on, 0.72 from 1/4096
+ONE = torch.full((128_256,), -20.0).index_fill_(0, torch.tensor([70_000]), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("logits", "top_k", "top_p", "cut", "count"),
+    [
+        (HARMONIC, 20, 1.0, 2.0**-6, 64),
+        (HARMONIC, 500, 1.0, 2.0**-12, 4096),
+        (HARMONIC, 128_256, 0.3, 2.0**-6, 64),
+        (HARMONIC, 128_256, 0.7, 2.0**-12, 4096),
+        (HARMONIC, 128_256, 0.9, 2.0**-20, 128_256),
+        (ONE, 128_256, 0.99, 2.0**-6, 1),
+        (ONE, 128_256, 0.9999, 2.0, 1),
+        (ONE, 2, 0.9, 2.0, 1),
+    ],
+)
+def test_the_highest_cut_that_suffices_is_chosen(
+    logits: torch.Tensor, top_k: int, top_p: float, cut: float, count: int
+) -> None:
+    found, limit = torch.zeros(2), torch.tensor([top_k], dtype=torch.int32)
+    share = torch.tensor([top_p], dtype=torch.float64)
+    cut_kernel[(1,)](logits, torch.empty_like(logits), limit, share, found)
+    assert found.tolist() == [cut, pytest.approx(count, abs=1)]
