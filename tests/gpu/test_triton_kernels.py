@@ -20,8 +20,9 @@ from engine.worker.cuda.kernels.tiling import (
 from engine.worker.cuda.model.four_bit import packed
 from engine.worker.cuda.model.loras import CapturedLoras
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
+from engine.worker.model.experts import route
 from engine.worker.model.torch_operators import TorchSampling
-from engine.worker.ports import ConvShape, DeltaShape, MambaShape, RecurrentShape
+from engine.worker.ports import ConvShape, DeltaShape, MambaShape, RecurrentShape, Routing
 from engine.worker.weights.formats.fp8 import Fp8Weight
 from tests.engine.worker.cpu.recurrences import inputs_of
 from tests.engine.worker.cuda.adapters import an_adapter
@@ -175,3 +176,21 @@ def test_rows_with_adapters_of_their_own(kernels: library.TritonKernels) -> None
     library.check("LoRA", found, wanted)
     loras(x[4:5], alone, slots[4:5])
     assert torch.equal(found[4], alone[0])
+
+
+@pytest.mark.parametrize("rows", [1, 64, 1000])
+def test_experts_are_chosen_and_summed_as_by_torch(
+    kernels: library.TritonKernels, rows: int
+) -> None:
+    """In the sizes of Qwen3-30B-A3B."""
+    assert kernels.experts is not None
+    logits, routing = noise(rows, 128), Routing(8, renormalizes=True)
+    found = kernels.experts.choose(logits, routing)
+    ids, weights = route(logits, routing)
+    experts, order = ids.flatten().sort(stable=True)
+    torch.testing.assert_close(found.weights, weights)
+    assert torch.equal(found.experts, experts)
+    assert torch.equal(found.sources, order // 8)
+    results = noise(8 * rows, 2048, seed=1).bfloat16()
+    wanted = (results.float()[found.places.long()] * weights[:, :, None]).sum(dim=1)
+    library.check("sum", kernels.experts.add_up(results, found, None), wanted)

@@ -160,6 +160,7 @@ class CudaDevice:
             triton.four_bit,
             triton.fp8_weights,
             triton.recurrence,
+            triton.experts,
             is_invariant,
         )
         settings, place, dtype = self._settings, self._gpu.place, self.formats.dtype

@@ -68,6 +68,7 @@ def variants() -> Iterator[Variant]:
     yield from _decode_attention()
     yield from _recurrent()
     yield from _lora()
+    yield from _experts()
     yield from _products()
     yield from _four_bit()
     yield from _products_with_fp8()
@@ -200,6 +201,35 @@ def _lora() -> Iterator[Variant]:
     yield Variant("lora", "down_kernel", "lora down", types, constants, {"num_warps": 4})
     constants = {"RANKS": module.RANKS, "COLUMNS": module.COLUMNS}
     yield Variant("lora", "up_kernel", "lora up", types, constants, {"num_warps": 2})
+
+
+def _experts() -> Iterator[Variant]:
+    """The layers of Qwen3-30B-A3B, and of DeepSeek V3 without groups."""
+    module = import_module(f"{PACKAGE}.experts")
+    types = dict.fromkeys(("logits", "found", "before", "out"), "*bf16")
+    types |= dict.fromkeys(("bias", "scales", "weights"), "*fp32")
+    types |= dict.fromkeys(("ids", "ends", "places"), "*i32")
+    types |= dict.fromkeys(("sources", "experts"), "*i64")
+    for experts, has_sigmoids in ((128, False), (256, True)):
+        constants: dict[str, object] = {
+            "TOP_K": 8,
+            "HAS_SIGMOIDS": has_sigmoids,
+            "EXPERTS": experts,
+        }
+        constants |= {
+            "HAS_BIAS": has_sigmoids,
+            "HAS_SCALES": False,
+            "RENORMALIZES": True,
+            "CHOSEN": 8,
+        }
+        name = f"route {experts}"
+        yield Variant("experts", "route_kernel", name, types, constants, {"num_warps": 1})
+    constants = {"TOP_K": 8, "BLOCK": module.SORTED}
+    yield Variant("experts", "sort_kernel", "sort", types, constants, {"num_warps": 4})
+    for has_added in (False, True):
+        constants = {"TOP_K": 8, "HAS_ADDED": has_added, "BLOCK": module.COLUMNS}
+        name = f"sum{' added' * has_added}"
+        yield Variant("experts", "sum_kernel", name, types, constants, {"num_warps": 4})
 
 
 def _products() -> Iterator[Variant]:

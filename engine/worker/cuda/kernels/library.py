@@ -46,6 +46,7 @@ from engine.worker.cuda.kernels.tiling import (
     NARROW_FP8,
     WIDE,
 )
+from engine.worker.model.experts import route
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import (
     ConvShape,
@@ -55,6 +56,7 @@ from engine.worker.ports import (
     MambaShape,
     MambaWeights,
     RecurrentWeights,
+    Routing,
     StateRuns,
 )
 
@@ -82,6 +84,7 @@ class TritonKernels:
     decode_attention: ModuleType | None = None
     recurrence: ModuleType | None = None
     lora: ModuleType | None = None
+    experts: ModuleType | None = None
 
 
 NO_KERNELS = TritonKernels()
@@ -267,6 +270,29 @@ class Trial:
         module.add_low_rank(x, y, table, slots.to(self.place))
         check("LoRA", y, wanted)
 
+    def experts(self, module: ModuleType) -> None:
+        """Three of seven experts of each row, in the order of experts, and their sums."""
+        logits, found, added = (
+            self.noise(5, 7),
+            self.noise(15, 40, seed=1),
+            self.noise(5, 40, seed=2),
+        )
+        routing = Routing(3, renormalizes=True)
+        ids, weights = route(logits, routing)
+        experts, order = ids.flatten().sort(stable=True)
+        choices = module.choose(logits, routing)
+        places = order.argsort().view(5, 3)
+        for one, other in (
+            (choices.weights, weights),
+            (choices.experts + 1, experts + 1),  # so that there is no division by zero
+            (choices.sources + 1, order // 3 + 1),
+            (choices.places + 1, places + 1),
+            (choices.ends, torch.bincount(experts, minlength=7).cumsum(0)),
+        ):
+            check("routing", one, other, allowed=1e-2)
+        wanted = added + (found.float()[places] * weights[:, :, None]).sum(dim=1)
+        check("sum of experts", module.add_up(found, choices, added), wanted)
+
     def _recurrent_layers(self) -> list[tuple[RecurrentWeights, int]]:
         """One of each kind, and the columns that it reads."""
 
@@ -298,6 +324,7 @@ TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
     "decode_attention": ("decode_attention", Trial.decode_attention),
     "recurrence": ("recurrence", Trial.recurrence),
     "lora": ("lora", Trial.lora),
+    "experts": ("experts", Trial.experts),
 }
 
 

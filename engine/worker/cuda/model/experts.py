@@ -124,15 +124,24 @@ class GroupedExperts:
     down: ProductOfExperts
     routing: Routing
     activation: Callable[[Tensor], Tensor]
+    kernels: ModuleType | None = None  # the module `kernels.experts`
 
     def __call__(self, x: Tensor, logits: Tensor, add_to: Tensor | None = None) -> Tensor:
+        if self.kernels is not None and self.kernels.takes(self.routing, len(x)):
+            choices = self.kernels.choose(logits, self.routing)
+            found = self._products(x, choices.sources, SortedRows(choices.experts, choices.ends))
+            summed: Tensor = self.kernels.add_up(found, choices, add_to)
+            return summed
         ids, weights = route(logits, self.routing)
         rows, top_k = ids.shape
         experts, order = ids.flatten().sort(stable=True)
         numbers = torch.arange(logits.shape[1], device=x.device)
         ends = torch.searchsorted(experts, numbers, right=True).to(torch.int32)
-        in_order = SortedRows(experts, ends)
-        found = self.down(self.activation(self.up(x[order // top_k], in_order)), in_order)
+        found = self._products(x, order // top_k, SortedRows(experts, ends))
         by_row = torch.empty_like(found).index_copy_(0, order, found).view(rows, top_k, -1)
         total = (by_row.float() * weights[:, :, None]).sum(dim=1)
         return total.to(x.dtype) if add_to is None else add_to.add_(total)
+
+    def _products(self, x: Tensor, sources: Tensor, rows: SortedRows) -> Tensor:
+        """What the experts return for the rows `sources` of x, which are sorted by expert."""
+        return self.down(self.activation(self.up(x.index_select(0, sources), rows)), rows)

@@ -27,14 +27,15 @@ FP8_ALIGNMENT = 16
 @dataclass(frozen=True, slots=True)
 class FastProducts:
     """Our Triton kernels for norms, gates and 8-bit rows, products of few rows, 4-bit and fp8
-    weights, and recurrent layers; without them torch is used. Batch-invariant products have one
-    tiling, so that a row's result does not depend on others."""
+    weights, recurrent layers, and what is around experts; without them torch is used.
+    Batch-invariant products have one tiling, so that a row's result does not depend on others."""
 
     rows: ModuleType | None = None
     gemm: ModuleType | None = None
     four_bit: ModuleType | None = None
     fp8_weights: ModuleType | None = None
     recurrence: ModuleType | None = None
+    experts: ModuleType | None = None
     is_batch_invariant: bool = False
 
     def product(

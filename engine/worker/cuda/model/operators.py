@@ -168,7 +168,7 @@ class CudaOperators(TorchOperators):
         up = self._product(ups, [each.up_bias for each in experts])
         down = self._product(downs, [each.down_bias for each in experts])
         if not isinstance(up, str) and not isinstance(down, str):
-            return GroupedExperts(up, down, routing, activation)
+            return GroupedExperts(up, down, routing, activation, self._fast.experts)
         reason = up if isinstance(up, str) else str(down)
         if reason not in self._logged:
             logger.warning("each token is computed by all experts, which is slow: %s", reason)

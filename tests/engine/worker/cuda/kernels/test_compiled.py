@@ -38,7 +38,7 @@ def test_all_kernels_compile_for_hopper_spill_no_registers_and_wait_for_the_one_
     assert kernels == {
         "rope_and_cache_write", "norm", "gate", "silu", "quantize", "product", "product_with_fp8",
         "add", "unpack", "sample", "merge_parts", "attend_decodes",
-        "convolve", "scan", "gated_norm", "lora",
+        "convolve", "scan", "gated_norm", "lora", "route", "sort", "sum",
     }  # fmt: skip
     for each in found.values():
         assert each["stack_bytes"] == 0, each
