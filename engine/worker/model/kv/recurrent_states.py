@@ -1,5 +1,6 @@
 """The state slots of one stage: their number, their tensors, and the moves to and from the host."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -54,7 +55,7 @@ class RecurrentStates:
     @property
     def num_inputs(self) -> int:
         """Inputs of convolutions in a state: behind so many rows, those of a run do not read it."""
-        return min((layer[0].shape[1] for layer in self.layers), default=0)
+        return min((layer[0].shape[1] for layer in self.layers), default=sys.maxsize)
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors, `[slots, …]` each."""
