@@ -193,7 +193,9 @@ class MultiprocessExecutor:
         report = await channel.load_lora(spec)
         if channel.ended is not None:  # restarted workers do not have it
             raise WorkerLost(channel.ended)
-        if not report.error:
+        if report.error:
+            channel.unload_lora(spec.lora_id)  # others of the workers may have it
+        else:
             loaded = spec._replace(digest=report.digest)
             self._worker = replace(self._worker, loras=(*self._worker.loras, loaded))
         return report

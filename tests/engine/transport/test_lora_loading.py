@@ -96,3 +96,11 @@ async def test_all_workers_of_a_model_load_an_adapter() -> None:
         report = await executor.load_lora(LoraSpec(2, "b", "b"))
         assert report.num_bytes == 10
         assert (await executor.load_lora(LoraSpec(3, "c", "bad"))).error
+
+
+async def test_an_adapter_that_one_worker_cannot_load_is_freed_by_the_others() -> None:
+    async with started("a", num_stages=2) as executor:
+        report = await executor.load_lora(LoraSpec(2, "it", "first fails"))
+        assert report.error == "the first stage fails"
+        await executor.load_lora(LoraSpec(3, "c", "c"))  # in the same thread as the unload
+        assert await loaded(executor) == 1010

@@ -58,9 +58,13 @@ class UnconnectedWorker:
     times = StepTimes(None, 0.0, 0.0)
 
     loras: tuple[int, ...] = ()  # ids of the loaded adapters
+    stage = 0
 
     def load_lora(self, spec: LoraSpec) -> LoraReport:
-        """The digest is the path; a path with "bad" has an error, "raise" raises."""
+        """The digest is the path; a path with "bad" has an error, "raise" raises, and "first fails"
+        has an error in the first stage."""
+        if spec.path == "first fails" and self.stage == 0:
+            return LoraReport(spec.lora_id, error="the first stage fails")
         if spec.path == "raise":
             raise ValueError("no\nadapter")
         if spec.path == "hang":
@@ -130,6 +134,7 @@ class EchoWorker(UnconnectedWorker):
                 return cls(REPORT, fails=True)
         progress("weights", 2, 2)
         made = cls(REPORT)
+        made.stage = settings.placement.stage
         made.report = replace(REPORT, loras=tuple(map(made.load_lora, settings.loras)))
         return made
 
