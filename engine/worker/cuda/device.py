@@ -222,12 +222,12 @@ class CudaDevice:
         """The stage with CUDA graphs of its steps; of models with recurrent layers only decodes
         have some, and only if kernels of ours compute these layers. Decodes with LoRA adapters have
         others, if there are adapters from the start on."""
-        recurrent, kernels = shard.shape.recurrent_layers, self._triton.recurrence
+        recurrent, kernels = shard.local_shape.recurrent_layers, self._triton.recurrence
         if not (self._settings.kernels.cuda_graphs and shard.has_logits):
             return stage
         received, sizes, arena = None, self._graph_sizes, self.transfers().arena
         if limits.num_states:
-            if kernels is None or not all(map(kernels.has_kernels, recurrent)):
+            if recurrent and not (kernels and all(map(kernels.has_kernels, recurrent))):
                 return stage
             sizes = sizes._replace(mixed=())
         if not shard.is_first:

@@ -3,7 +3,8 @@
 Each linear of the blocks gets a `LoraLinear` around it, in a second tree of layers that shares all
 weights with the first. Steps without rows of adapters run the first tree, so they cost the same as
 without LoRA. In the others, a linear computes all rows as before, and then adds what each adapter
-adds to its own rows. So the rows of a request have the same bits whatever else is in the step.
+adds to its own rows. So the rows of a request have the same bits whatever else is in the step, but
+for steps that a GPU has captured, in which the products between the factors are not rounded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

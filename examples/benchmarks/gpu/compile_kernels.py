@@ -174,7 +174,7 @@ def _recurrent() -> Iterator[Variant]:
         constants |= {"HAS_BIAS": is_gated, "BLOCK": 256}
         own = types | {"out": "*bf16" if is_gated else "*fp32"}
         name = f"convolve {taps}{' gated' * is_gated}{' first' * is_first}"
-        yield Variant("recurrence", "convolution_kernel", name, own, constants, {"num_warps": 4})
+        yield Variant("convolution", "convolution_kernel", name, own, constants, {"num_warps": 4})
     for kind, heads, key_dim, value_dim in (
         ("delta", (16, 32), 128, 128),
         ("mamba", (1, 48), 128, 64),

@@ -272,11 +272,8 @@ class Trial:
 
     def experts(self, module: ModuleType) -> None:
         """Three of seven experts of each row, in the order of experts, and their sums."""
-        logits, found, added = (
-            self.noise(5, 7),
-            self.noise(15, 40, seed=1),
-            self.noise(5, 40, seed=2),
-        )
+        found, added = self.noise(15, 40, seed=1), self.noise(5, 40, seed=2)
+        logits = self.noise(5, 7).float().argsort(dim=1).to(self.dtype) / 2  # none are equal
         routing = Routing(3, renormalizes=True)
         ids, weights = route(logits, routing)
         experts, order = ids.flatten().sort(stable=True)

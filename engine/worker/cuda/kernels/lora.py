@@ -55,7 +55,8 @@ def down_kernel(
     if tl.program_id(1) * RANKS >= num_ranks:
         return
     rank = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
-    factor = tl.load(entry).to(tl.pointer_type(x.dtype.element_ty)) + rank[:, None] * width
+    address = tl.multiple_of(tl.load(entry), 16)  # as torch allocates
+    factor = address.to(tl.pointer_type(x.dtype.element_ty)) + rank[:, None] * width
     is_rank = rank < num_ranks
     found = tl.zeros([RANKS, INPUTS], tl.float32)
     for start in range(0, width, INPUTS):

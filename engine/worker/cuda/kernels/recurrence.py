@@ -1,10 +1,11 @@
-"""Recurrent layers: a short convolution, alone or with the scan of a Gated DeltaNet or a Mamba 2.
+"""Recurrent layers between their linears: a convolution, and behind it the scan of a Gated DeltaNet
+or a Mamba 2.
 
 A run's tokens are scanned one after the other, because the result of a form by chunks depends on
 where a prompt is cut; runs, heads and columns of states are computed side by side. A program of a
 scan is one warp that keeps its part of a state in registers, and reads the inputs of a token while
-it computes the one before. All is float32. The reference is `engine.worker.model.mamba`, with its
-equations, and `.short_conv`.
+it computes the one before. All is float32. The reference is `engine.worker.model.mamba`, with the
+equations.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.worker.cuda.kernels.convolution import MAX_TAPS, convolved, numbers_of, silu
 from engine.worker.cuda.kernels.dependent import launch_options, wait
 from engine.worker.model.mamba import UNIT_EPS
 from engine.worker.ports import (
@@ -26,16 +28,8 @@ from engine.worker.ports import (
     StateRuns,
 )
 
-MAX_TAPS = 4
 MAX_KEY_DIM = 256  # a warp has 8 columns of a state then, 32 bytes of each of its rows
 STATE_ELEMENTS = 2048  # a warp's: 64 registers of each thread; with 128 some are spilled
-CHANNELS = 256  # per program of the convolution
-ROWS = tl.constexpr(16)  # per such program, behind the first rows of a run
-
-
-@triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -46,116 +40,6 @@ def _softplus(x):
     is_small = rounded == 1.0
     found = tl.log(rounded) * power / tl.where(is_small, 1.0, rounded - 1.0)
     return tl.where(x > 20.0, x, tl.where(is_small, power, found))
-
-
-@triton.jit
-def _input(y, row, channel, mask, num_channels, y_row, IS_GATED: tl.constexpr):
-    """What is convolved: B x of a gated convolution, else the first columns."""
-    at = y + row * y_row + channel
-    found = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if IS_GATED:
-        found *= tl.load(at + 2 * num_channels, mask=mask, other=0.0).to(tl.float32)
-    return found
-
-
-@triton.jit
-def _known(known, mask, num_channels, TAPS: tl.constexpr):
-    """The inputs 1, 2 and 3 rows ahead of `known`, as far as there are taps for them."""
-    past1 = tl.load(known - num_channels, mask=mask, other=0.0)
-    past2 = past1
-    past3 = past1
-    if TAPS > 2:
-        past2 = tl.load(known - 2 * num_channels, mask=mask, other=0.0)
-    if TAPS > 3:
-        past3 = tl.load(known - 3 * num_channels, mask=mask, other=0.0)
-    return past1, past2, past3
-
-
-@triton.jit
-def _ahead(y, row, channel, mask, num_channels, y_row, IS_GATED: tl.constexpr, TAPS: tl.constexpr):
-    """The same, ahead of a row of this step."""
-    past1 = _input(y, row - 1, channel, mask, num_channels, y_row, IS_GATED)
-    past2 = past1
-    past3 = past1
-    if TAPS > 2:
-        past2 = _input(y, row - 2, channel, mask, num_channels, y_row, IS_GATED)
-    if TAPS > 3:
-        past3 = _input(y, row - 3, channel, mask, num_channels, y_row, IS_GATED)
-    return past1, past2, past3
-
-
-@triton.jit
-def _write(state, slot, past1, past2, past3, channel, mask, num_channels, TAPS: tl.constexpr):
-    """A state has the oldest input first."""
-    at = state + (slot * (TAPS - 1) + TAPS - 1) * num_channels + channel
-    mask = tl.where(mask, slot, -1) >= 0
-    tl.store(at - num_channels, past1, mask=mask)
-    if TAPS > 2:
-        tl.store(at - 2 * num_channels, past2, mask=mask)
-    if TAPS > 3:
-        tl.store(at - 3 * num_channels, past3, mask=mask)
-
-
-@triton.jit
-def convolution_kernel(
-    y,
-    weights,
-    bias,
-    state,
-    runs,
-    writes,
-    out,
-    num_channels,
-    y_row,
-    TAPS: tl.constexpr,
-    IS_FIRST: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
-):
-    """Grid: runs × blocks of channels, for the first `TAPS - 1` rows of each run, which read its
-    state; then, in another launch, × blocks of the rows behind them. So a state is read before it
-    is overwritten."""
-    wait(IS_DEPENDENT)
-    run = runs + tl.program_id(0) * 3
-    start, stop, source = tl.load(run), tl.load(run + 1), tl.load(run + 2)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = channel < num_channels
-    tap1, tap2, tap3 = _known(weights + channel * TAPS + TAPS - 1, mask, 1, TAPS)
-    tap0 = tl.load(weights + channel * TAPS + TAPS - 1, mask=mask, other=0.0)
-    if IS_FIRST:
-        at = state + (source * (TAPS - 1) + TAPS - 1) * num_channels + channel
-        is_known = tl.where(mask, source, -1) >= 0
-        past1, past2, past3 = _known(at, is_known, num_channels, TAPS)
-        stop = tl.minimum(stop, start + TAPS - 1)
-    else:
-        start += TAPS - 1 + tl.program_id(2) * ROWS
-        stop = tl.minimum(stop, start + ROWS)
-        is_read = tl.where(mask, start, stop) < stop
-        past1, past2, past3 = _ahead(
-            y, start, channel, is_read, num_channels, y_row, IS_GATED, TAPS
-        )
-    for row in range(start, stop):
-        newest = _input(y, row, channel, mask, num_channels, y_row, IS_GATED)
-        mixed = newest * tap0 + past1 * tap1
-        if TAPS > 2:
-            mixed += past2 * tap2
-        if TAPS > 3:
-            mixed += past3 * tap3
-        if HAS_BIAS:
-            mixed += tl.load(bias + channel, mask=mask, other=0.0)
-        past3, past2, past1 = past2, past1, newest
-        if IS_GATED:
-            by = y + row * y_row + num_channels + channel
-            mixed *= tl.load(by, mask=mask, other=0.0).to(tl.float32)
-        else:
-            mixed = _silu(mixed)
-        to = out + row * num_channels + channel
-        tl.store(to, mixed.to(out.dtype.element_ty), mask=mask)
-        for which in tl.static_range(2):
-            slot = tl.load(writes + row * 2 + which)
-            _write(state, slot, past1, past2, past3, channel, mask, num_channels, TAPS)
 
 
 @triton.jit
@@ -175,6 +59,12 @@ def _token(mixed, y, at_q, at_k, at_v, at_step, at_decay, is_key, is_value, row,
     step = tl.load(y + at_step, mask=is_row, other=0.0).to(tl.float32)
     decay = tl.load(y + at_decay, mask=is_row, other=0.0).to(tl.float32)
     return q, k, v, step, decay
+
+
+@triton.jit
+def _write_matrix(states, slot, SIZE: tl.constexpr, places, matrix, is_state):
+    if slot >= 0:
+        tl.store(states + slot * SIZE + places, matrix, mask=is_state)
 
 
 @triton.jit
@@ -226,12 +116,13 @@ def scan_kernel(
         mixed, y, at_q, at_k, at_v, at_step, at_decay, is_key, is_value, start, stop
     )
     for row in range(start, stop):
+        slot, other_slot = tl.load(writes + row * 2), tl.load(writes + row * 2 + 1)
         time = _softplus(decay + bias)
         matrix *= tl.exp(rate * time)
         if IS_MAMBA:
             update = time * v
             gate = tl.load(y + CHANNELS + head * VALUE_DIM + value, mask=is_value, other=0.0)
-            added, factor = skip * v, _silu(gate.to(tl.float32))
+            added, factor = skip * v, silu(gate.to(tl.float32))
         else:
             q, k = _unit(q, EPS) * KEY_DIM**-0.5, _unit(k, EPS)
             update = (v - tl.sum(k[:, None] * matrix, axis=0)) / (1.0 + tl.exp(-step))
@@ -244,10 +135,8 @@ def scan_kernel(
         )
         to = out + (row * NUM_VALUES + head) * VALUE_DIM + value
         tl.store(to, found.to(out.dtype.element_ty), mask=is_value)
-        for which in tl.static_range(2):
-            slot = tl.load(writes + row * 2 + which)
-            if slot >= 0:
-                tl.store(states + slot * SIZE + places, matrix, mask=is_state)
+        _write_matrix(states, slot, SIZE, places, matrix, is_state)
+        _write_matrix(states, other_slot, SIZE, places, matrix, is_state)
 
 
 @triton.jit
@@ -274,7 +163,7 @@ def gated_norm_kernel(
     factors = tl.load(weight + column, mask=mask, other=0.0)
     gate = y + row * y_row + gate_column + head * DIM + column
     by = tl.load(gate, mask=mask, other=0.0).to(tl.float32)
-    found = found * tl.rsqrt(tl.sum(found * found, axis=0) / DIM + eps) * factors * _silu(by)
+    found = found * tl.rsqrt(tl.sum(found * found, axis=0) / DIM + eps) * factors * silu(by)
     PER_KEY: tl.constexpr = NUM_HEADS // TILED_KEYS
     if TILED_KEYS > 1:
         head = head % PER_KEY * TILED_KEYS + head // PER_KEY
@@ -296,10 +185,10 @@ def recurrence(
     """A `Recurrence` of y `[rows, columns]`, whose rows may be strided."""
     if isinstance(weights, ConvWeights):
         out = y.new_empty(len(y), weights.shape.channels)
-        return _convolved(weights, y, state[0], runs, out)
+        return convolved(weights, y, state[0], runs, out)
     shape = weights.shape
     mixed = y.new_empty(len(y), shape.channels, dtype=torch.float32)
-    _convolved(weights, y, state[0], runs, mixed)
+    convolved(weights, y, state[0], runs, mixed)
     out = y.new_empty(len(y), shape.num_value_heads * shape.value_dim)
     if isinstance(weights, MambaWeights):
         _scan(weights, mixed, y, state[1], runs, out)
@@ -307,40 +196,6 @@ def recurrence(
     read = torch.empty_like(out, dtype=torch.float32)
     _scan(weights, mixed, y, state[1], runs, read)
     _gated_norm(weights, read, y, out)
-    return out
-
-
-def _on_device(runs: StateRuns) -> tuple[Tensor, Tensor]:
-    assert runs.on_device is not None, "a GPU's steps have their runs on the device"
-    return runs.on_device
-
-
-def _convolved(
-    weights: RecurrentWeights, y: Tensor, state: Tensor, runs: StateRuns, out: Tensor
-) -> Tensor:
-    channels, taps = weights.conv.shape
-    bias = None if isinstance(weights, DeltaWeights) else weights.conv_bias
-    block = min(CHANNELS, triton.next_power_of_2(channels))
-    grid = (len(runs.runs), triton.cdiv(channels, block))
-    behind = triton.cdiv(max(0, runs.longest - (taps - 1)), ROWS.value)
-    for is_first in (True, False) if behind else (True,):
-        convolution_kernel[grid if is_first else (*grid, behind)](
-            y,
-            weights.conv,
-            weights.conv if bias is None else bias,
-            state,
-            *_on_device(runs),
-            out,
-            channels,
-            y.stride(0),
-            TAPS=taps,
-            IS_FIRST=is_first,
-            IS_GATED=isinstance(weights, ConvWeights),
-            HAS_BIAS=bias is not None,
-            BLOCK=block,
-            num_warps=max(1, block // 64),
-            **launch_options(y.device),
-        )
     return out
 
 
@@ -361,7 +216,7 @@ def _scan(
         mixed,
         y,
         states,
-        *_on_device(runs),
+        *numbers_of(runs),
         weights.decay_rate,
         weights.decay_bias,
         weights.skip if isinstance(weights, MambaWeights) else weights.decay_rate,
