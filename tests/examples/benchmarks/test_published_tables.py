@@ -1,3 +1,4 @@
+import re
 import tomllib
 from pathlib import Path
 from statistics import fmean, median
@@ -314,6 +315,25 @@ def test_each_page_about_steps_is_that_of_its_run(module: ModuleType) -> None:
     for path in paths:
         page = module.page(read(str(path.relative_to(RESULTS))))
         assert path.with_suffix(".md").read_text() == page
+
+
+def of_the_limit(path: str) -> list[list[int]]:
+    """The percentages of each format, from 1 row to prompts of 512."""
+    lines = step_kernels.page(read(path)).splitlines()
+    rows = [line for line in lines if line.startswith("| of the limit")]
+    return [[int(each) for each in re.findall(r"(\d+) %", row)] for row in rows]
+
+
+def test_the_note_on_steps_of_a_larger_model_is_that_of_its_runs() -> None:
+    page = plain((RESULTS / "offline" / "README.md").read_text())
+    (before,) = of_the_limit("offline/qwen3_4b_zen5/int8_before.json")
+    int8, bfloat16, int4 = of_the_limit("offline/qwen3_4b_zen5/step_kernels.json")
+    reads = [*int8[:4], *bfloat16[:4]]
+    assert f"reads at {min(reads)} to {max(reads)} % in int8 and bfloat16 up to 8 rows" in page
+    assert f"int8 had {before[6]} % in a prompt of 128 tokens minutes before" in page
+    assert f"then {int8[6]} %" in page
+    assert max(bfloat16) > 100
+    assert max(int4[2:4]) < 75
 
 
 def test_the_note_on_steps_is_that_of_its_runs() -> None:
