@@ -1,8 +1,8 @@
 """What is around the products of a mixture of experts: routing, sorting by expert, and the sum of
-what the experts of a row return. A launch each, where torch takes about twenty.
+what the experts of a row return. A launch each, for what are 16 operations of torch.
 
 Sorting is stable and counts: the program of an expert finds the places of its own rows. So it
-reads all of them, which takes longer than torch's sort beyond `MAX_CHOICES`.
+reads all of them, which is estimated to take longer than torch's sort beyond `MAX_CHOICES`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
