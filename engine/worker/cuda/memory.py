@@ -118,21 +118,23 @@ class GpuMemory:
 
     def kv(self, shape: ModelShape, num_blocks: int) -> KVTensors:
         """A zeroed KV cache `[layers, 2, blocks, block_size, kv_heads, head_dim]`, with a spare
-        block. Behind each block there is what its last head is narrower than a kernel's."""
-        layers, both, blocks, *block = self._sizes(shape, num_blocks + NUM_SPARE)
+        block; 1 for 2 if values are a part of the keys. Else there is behind each block what its
+        last head is narrower than a kernel's."""
+        layers, parts, blocks, *block = self._sizes(shape, num_blocks + NUM_SPARE)
         behind = max(MIN_KERNEL_DIM, 1 << (shape.head_dim - 1).bit_length()) - shape.head_dim
-        sizes = (layers, both, blocks, prod(block) + behind)
+        behind = behind if parts == 2 else 0
+        sizes = (layers, parts, blocks, prod(block) + behind)
         whole = torch.zeros(sizes, dtype=self.formats.kv_dtype, device=self.place)
-        cache = whole[..., : prod(block)].view(layers, both, blocks, *block)
-        return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]), NUM_SPARE)
+        cache = whole[..., : prod(block)].view(layers, parts, blocks, *block)
+        return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]) if parts == 2 else (), NUM_SPARE)
 
     def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
         """Moves KV blocks to pinned host memory, where all layers of a block are contiguous."""
-        layers, both, _, *block = self._sizes(shape, num_host_blocks)
-        sizes = (num_host_blocks, layers, both, *block)
+        layers, parts, _, *block = self._sizes(shape, num_host_blocks)
+        sizes = (num_host_blocks, layers, parts, *block)
         pinned = self.streams.pinned(sizes, self.formats.kv_dtype)
         return DeviceMover(self.streams, cache, pinned)
 
     def _sizes(self, shape: ModelShape, num_blocks: int) -> tuple[int, ...]:
-        size = self.block_size
-        return (shape.num_layers, 2, num_blocks, size, shape.num_kv_heads, shape.head_dim)
+        size, parts = self.block_size, 2 if shape.values_from is None else 1
+        return (shape.num_layers, parts, num_blocks, size, shape.num_kv_heads, shape.head_dim)

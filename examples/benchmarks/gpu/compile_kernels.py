@@ -87,12 +87,15 @@ def _rope() -> Iterator[Variant]:
     pointers |= {"k_factor": "fp32", "v_factor": "fp32"}
     shape = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "BLOCK_HEADS": 8}
     shape |= {"HALF": 64, "ROTATED": 64, "BLOCK_HALF": 64, "Q_OUT_DIM": 128, "PAGE": 16}
+    latents = {"NUM_HEADS": 128, "NUM_KV_HEADS": 1, "BLOCK_HEADS": 1, "Q_OUT_DIM": 576}
+    latents |= {"HALF": 288, "ROTATED": 32, "BLOCK_HALF": 512}
     module = "rope_and_cache_write"
     for name, kept, changes in (
         ("bf16", "bf16", {}),
         ("fp8e4nv", "fp8e4nv", {}),
         ("heads of 80", "bf16", {"HALF": 40, "ROTATED": 40}),
         ("q alone", "bf16", {"NUM_KV_HEADS": 0}),
+        ("latent vectors", "bf16", latents),
     ):
         types = pointers | {"keys": f"*{kept}", "values": f"*{kept}"}
         constants = {**shape, "IS_FP8": kept != "bf16", "WRITES_Q": True, **changes}

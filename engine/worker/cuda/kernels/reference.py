@@ -65,7 +65,8 @@ class RowBlocks(NamedTuple):
 
 class CacheRows(NamedTuple):
     """The rows to which the keys and values of a step go: slot `slots[t]` of one layer's cache,
-    whose heads of a token are adjacent, as are the tokens of a page."""
+    whose heads of a token are adjacent, as are the tokens of a page. Where values are a part of the
+    keys, nothing goes to `values`."""
 
     slots: Tensor  # int64 [tokens]
     keys: Tensor  # [pages, tokens of a page, kv heads, dim]
@@ -158,10 +159,10 @@ def rope_and_cache_write(
     cache: CacheRows,
     q_out: Tensor | None = None,
 ) -> None:
-    """Rotate q in place, or into `q_out`; write the rotated k and v, if any, to the cache. All
-    `[tokens, heads, dim]`. Heads of `q_out` may have more dimensions, which get zeros: attention
-    multiplies them by what lies behind a head, perhaps keys that an earlier request left. So keys
-    are finite then: 0 for NaN, the largest number for infinity.
+    """Rotate q in place, or into `q_out`; write the rotated k, if any, and v, if any, to the
+    cache. All `[tokens, heads, dim]`. Heads of `q_out` may have more dimensions, which get zeros:
+    attention multiplies them by what lies behind a head, perhaps keys that an earlier request left.
+    So keys are finite then: 0 for NaN, the largest number for infinity.
 
     `angles` are cosines and sines `[tokens, rotated / 2]`; the two halves of the first `rotated`
     dimensions are the pairs. None: nothing is rotated. k is rounded to its own dtype before it is
@@ -173,7 +174,7 @@ def rope_and_cache_write(
         q_out[..., : q.shape[-1]] = turned
     elif angles is not None:
         q.copy_(turned)
-    if k is None or v is None:
+    if k is None:
         return
     k = k if angles is None else _rotated(k, *angles)
     if q_out is not None and q_out.shape[-1] > k.shape[-1]:
@@ -181,6 +182,8 @@ def rope_and_cache_write(
     size = cache.keys.shape[1]
     at = cache.slots // size, cache.slots % size
     for rows, pages, scale in ((k, cache.keys, cache.k_scale), (v, cache.values, cache.v_scale)):
+        if rows is None:
+            continue
         if pages.dtype == FP8:
             pages.view(torch.uint8)[at] = fp8_of(rows, scale).view(torch.uint8)
         else:

@@ -52,7 +52,7 @@ def kernel(
     WRITES_Q: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Grid: tokens × (head blocks of q, then of k, then of v). Strides are in elements."""
+    """Grid: tokens × (head blocks of q, then of k, then of v, if any). Strides are in elements."""
     wait(IS_DEPENDENT)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -149,12 +149,13 @@ def rope_and_cache_write(
     tokens, num_heads, dim = q.shape
     half = dim // 2
     num_kv_heads = 0 if k is None else k.shape[1]
+    parts = (k is not None) + (v is not None)
     k, v = (q if k is None else k), (q if v is None else v)
     block_half = triton.next_power_of_2(half)
     block_heads = max(1, BLOCK_ELEMENTS // (2 * block_half))
     cos, sin = (q, q) if angles is None else angles
     to = q if q_out is None else q_out
-    blocks = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)
+    blocks = triton.cdiv(num_heads, block_heads) + parts * triton.cdiv(num_kv_heads, block_heads)
     kernel[(tokens, blocks)](
         q,
         k,

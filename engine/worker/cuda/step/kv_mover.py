@@ -49,17 +49,15 @@ class _Moving:
 class DeviceMover:
     """Moves blocks between a KV cache on the device and the pinned `pool`.
 
-    `pool` is `[host blocks, layers, 2, block_size, kv_heads, dim]`.
+    `pool` is `[host blocks, layers, 2, block_size, kv_heads, dim]`, 1 for 2 without values.
     """
 
     def __init__(self, streams: Streams, cache: KVTensors, pool: Tensor) -> None:
         self._streams = streams
         self._stream = streams.side()
         self._num_blocks = cache.num_blocks
-        self._layers = tuple(
-            (as_bytes(keys), as_bytes(values))
-            for keys, values in zip(cache.keys, cache.values, strict=True)
-        )
+        parts = (cache.keys, cache.values) if cache.values else (cache.keys,)
+        self._layers = tuple(tuple(map(as_bytes, each)) for each in zip(*parts, strict=True))
         self._pool = as_bytes(pool)
         block_bytes = pool[:1].numel() * pool.element_size() if len(pool) else 1
         self._max_blocks = max(1, STAGING_BYTES // max(1, block_bytes))
@@ -96,8 +94,8 @@ class DeviceMover:
 
     def _out(self, device: Tensor, host: Tensor) -> None:
         at, staging = put(self._streams, device.numpy()), self._staging(len(device))
-        for layer, pair in enumerate(self._layers):
-            for which, tensor in enumerate(pair):
+        for layer, tensors in enumerate(self._layers):
+            for which, tensor in enumerate(tensors):
                 staging[:, layer, which].copy_(tensor.index_select(0, at))
         for place, block in enumerate(host.numpy().tolist()):
             self._streams.copy(self._pool[block], staging[place])
@@ -106,8 +104,8 @@ class DeviceMover:
         to, staging = put(self._streams, device.numpy()), self._staging(len(device))
         for place, block in enumerate(host.numpy().tolist()):
             self._streams.copy(staging[place], self._pool[block])
-        for layer, pair in enumerate(self._layers):
-            for which, tensor in enumerate(pair):
+        for layer, tensors in enumerate(self._layers):
+            for which, tensor in enumerate(tensors):
                 tensor.index_copy_(0, to, staging[:, layer, which])
 
     def _staging(self, count: int) -> Tensor:

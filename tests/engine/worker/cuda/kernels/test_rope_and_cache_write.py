@@ -166,6 +166,25 @@ def test_layers_that_read_the_kv_of_others_rotate_q_only() -> None:
     assert torch.equal(case.parts()[1], before.parts()[1])
 
 
+@pytest.mark.parametrize("heads", [4, 5])
+def test_latent_vectors_are_keys_without_values(heads: int) -> None:
+    """RoPE turns the 64 numbers before a latent vector. q may go to the first of more heads."""
+    case = Case.of(Shape(heads, 1, 576), [5, 63, 0], torch.bfloat16, rotated=64)
+    plain, before = case.copy(), case.copy()
+    whole = torch.full((2, 3, 8, 576), torch.nan, dtype=torch.bfloat16)
+    for write, made, q_out in zip((rope, reference), (case, plain), whole, strict=True):
+        q, k, _ = made.parts()
+        to = q_out[:, :heads] if heads == 5 else None
+        write.rope_and_cache_write(q, k, None, made.angles, made.cache, to)
+    assert torch.equal(whole.isnan(), whole[:1].isnan().expand_as(whole))
+    assert whole[..., heads:, :].isnan().all()
+    pairs = (case.qkv, plain.qkv), (case.cache.keys, plain.cache.keys), whole.nan_to_num()
+    for found, wanted in pairs:
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    assert not torch.equal(case.cache.keys, before.cache.keys)
+    assert torch.equal(case.cache.values, before.cache.values)
+
+
 @settings(deadline=None, max_examples=10)
 @given(
     slots=st.lists(st.integers(0, 63), min_size=1, max_size=9, unique=True),
