@@ -21,6 +21,7 @@ from adapters.attention.flashinfer.ports import (
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import rope_and_cache_write
 from engine.worker.ports import AttentionSpec
+from tests.flashinfer_latents import StandInLatents
 from tests.flashinfer_stream import StandInStream
 from tests.flashinfer_wrappers import StandInCaptured, StandInMixed, StandInWrapper
 
@@ -44,6 +45,9 @@ class StandIn(StandInStream):
     def captured(self, workspace: Tensor, buffers: CapturedBuffers) -> StandInCaptured:
         self.check_device("workspace", workspace, torch.uint8)
         return StandInCaptured(self, workspace, buffers)
+
+    def latents(self, dtype: torch.dtype) -> StandInLatents:
+        return StandInLatents(self, self.num_processors)
 
     def baked(self, wrapper: RunsPaged) -> tuple[int, ...]:
         assert isinstance(wrapper, StandInWrapper)

@@ -271,8 +271,10 @@ def test_attention_is_exact_for_long_and_wide_batches(
         check(name, replace(case, dtype=dtype), pool)
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("name", [name for name in CONTRACTED if BACKENDS[name] in ON_CPU])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in CONTRACTED for dtype in ROUNDING if holds(name, dtype)],
+)
 def test_attention_to_latent_vectors_is_exact(
     name: str, dtype: torch.dtype, pool: NativeThreadPool
 ) -> None:

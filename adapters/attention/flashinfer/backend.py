@@ -11,14 +11,15 @@ copies of three steps ago are not done.
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.captured import CapturedLaunches
-from adapters.attention.flashinfer.decodes import DecodeLaunch, plan_bytes
+from adapters.attention.flashinfer.captured import HeadLaunches
+from adapters.attention.flashinfer.decodes import plan_bytes
 from adapters.attention.flashinfer.fit import missing_requirement, unsupported_shape
-from adapters.attention.flashinfer.launches import Geometry, Launch, MixedLaunch, Sinks
+from adapters.attention.flashinfer.latents import LatentLaunches
+from adapters.attention.flashinfer.launches import Geometry, Launch, Launches, Sinks
 from adapters.attention.flashinfer.library import FlashInfer
-from adapters.attention.flashinfer.ports import DecodeKernels, Library
+from adapters.attention.flashinfer.ports import Library
 from adapters.attention.flashinfer.tables import PageTableArena, PageTableArenas, PageTables
-from adapters.attention.flashinfer.workspace import Workspaces, check_limits
+from adapters.attention.flashinfer.workspace import check_limits
 from engine.errors import StartupError
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import CacheRows
@@ -50,14 +51,13 @@ class FlashInferAttention:
         sizes = check_limits(spec.limits, cache.block_size, group)
         self._library = library
         self._geometry = Geometry.of(spec, cache)
-        self._rows_of_pages = tuple(zip(cache.keys, cache.values, strict=True))
+        values = cache.keys if spec.values_from is not None else cache.values  # a part of the keys
+        self._rows_of_pages = tuple(zip(cache.keys, values, strict=True))
         self._pages = tuple(
             (widened(keys, self._geometry.head_dim), widened(values, self._geometry.head_dim))
             for keys, values in self._rows_of_pages
         )
-        self._work = Workspaces(library, self._geometry, sizes, spec.limits)
         self._slots = library.on_device(sizes.tokens, torch.int64)
-        kernels = None if spec.is_batch_invariant else library.decode_kernels()
         num_bytes = sizes.arena_bytes + plan_bytes(sizes.rows, spec.num_kv_heads, library)
         self._arenas = PageTableArenas(
             [PageTableArena(library.pinned(num_bytes), library.event()) for _ in range(NUM_ARENAS)]
@@ -67,11 +67,9 @@ class FlashInferAttention:
         self._merge = library.merge_parts() or reference.add_sinks
         self._first = library.on_device(sizes.tokens + 1, torch.int32)
         self._first.copy_(torch.arange(sizes.tokens + 1, dtype=torch.int32))
-        wrapper = library.mixed(self._work.parts)
-        self._mixed = MixedLaunch(self._geometry, wrapper, library.event())
-        self._decodes = self._decode_launch(kernels, sizes.rows)
-        self._captured = CapturedLaunches(library, self._geometry, self._work, kernels)
-        self._launch: Launch = self._mixed  # the current step's, set by `plan`
+        launches = HeadLaunches if spec.values_from is None else LatentLaunches
+        self._launches: Launches = launches(library, self._geometry, sizes, spec.limits)
+        self._launch: Launch = self._launches.mixed  # the current step's, set by `plan`
         self._rows = 0  # rows in the current step
 
     @staticmethod
@@ -83,13 +81,14 @@ class FlashInferAttention:
 
     def plan(self, layout: RaggedLayout) -> None:
         """Plan the launch of a step and start the copies of its tables."""
-        self._plan(self._decodes if layout.is_decode_only else self._mixed, layout)
+        launches = self._launches
+        self._plan(launches.decodes if layout.is_decode_only else launches.mixed, layout)
 
     def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
         """Plan a step for the graph of its kind and size; the plan's values that the graph contains
         as constants."""
-        captured = self._captured
-        launch = (captured.decodes if layout.is_decode_only else captured.mixed)(layout.num_tokens)
+        launches = self._launches
+        launch = launches.captured(layout.num_tokens, is_mixed=not layout.is_decode_only)
         self._plan(launch, layout)
         return launch.baked(self._library)
 
@@ -104,45 +103,42 @@ class FlashInferAttention:
     ) -> Tensor:
         """RoPE, cache write and attention of one layer; q, k, v `[tokens, heads, dim]`."""
         assert len(q) == self._rows, "plan comes before run"
-        dim = q.shape[2]
+        geometry, (heads, dim) = self._geometry, q.shape[1:]
         q = self._rope_and_write(layer, q, k, v, rope)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:2], geometry.value_dim), dtype=q.dtype, device=q.device)
         of_layer = None if sinks is None else Sinks(sinks, self._first, self._merge)
         self._launch.run(q, self._pages[layer], out, of_layer)
-        return out[..., :dim].contiguous()
+        dim -= geometry.spec.values_from or 0
+        return out[:, :heads, :dim].contiguous()
 
     def _rope_and_write(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, rope: RopeAngles | None
     ) -> Tensor:
         """Write k, rotated, and v, if any, to the cache; returns the rotated q, itself or a
-        contiguous copy with the heads of the kernel.
+        contiguous copy with the heads of the kernel. What it has more of them is not used.
 
         FlashInfer's own append kernel needs two more tables per step, does not quantize to fp8, and
         reads out of bounds for padding rows. The layout has a slot for every row, padding included.
         """
         cache = CacheRows(self._slots[: len(q)], *self._rows_of_pages[layer], *self._scales)
         angles = None if rope is None else (rope.cos, rope.sin)
-        width, q_out = self._geometry.head_dim, None
-        if width != q.shape[2]:
-            q_out = q.new_empty((*q.shape[:2], width))
-        self._write(q, k, v, angles, cache, q_out)
-        return q if q_out is None else q_out
+        count, wanted = q.shape[1], (self._geometry.num_heads, self._geometry.head_dim)
+        if wanted == q.shape[1:]:
+            self._write(q, k, v, angles, cache, None)
+            return q
+        whole = q.new_empty((len(q), *wanted))
+        self._write(q, k, v, angles, cache, whole[:, :count])
+        return whole
 
     def _plan(self, launch: Launch, layout: RaggedLayout) -> None:
         with self._arenas.next() as arena:
             launch.plan(arena, PageTables.of(layout), self._upload(arena, layout))
         self._launch = launch
 
-    def _decode_launch(self, kernels: DecodeKernels | None, rows: int) -> Launch:
-        """For up to so many rows; FA2's without our kernels."""
-        if kernels is None:
-            return self._mixed
-        return DecodeLaunch(self._geometry, self._library, kernels, rows)
-
     def _upload(self, arena: PageTableArena, layout: RaggedLayout) -> Tensor:
         """Start the copies of slots and page indices to the device; returns the page indices."""
         self._rows = layout.num_tokens
-        indices = self._work.indices[: len(layout.kv_indices)]
+        indices = self._launches.indices[: len(layout.kv_indices)]
         self._library.copy(indices, arena.put(layout.kv_indices))
         self._library.copy(self._slots[: self._rows], arena.put(layout.slots))
         return indices

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.fit import kernel_dim
+from adapters.attention.flashinfer.fit import kernel_dim, latent_heads
 from adapters.attention.flashinfer.ports import (
     AddSinks,
     CapturedWrapper,
@@ -51,7 +51,19 @@ class Geometry:
     @property
     def head_dim(self) -> int:
         """The head size of the kernel, of which a model's heads may be the first part."""
-        return kernel_dim(self.spec.head_dim)
+        dim = self.spec.head_dim
+        return kernel_dim(dim) if self.spec.values_from is None else dim
+
+    @property
+    def num_heads(self) -> int:
+        """The heads of the kernel, of which a model's are the first."""
+        count = self.spec.num_heads
+        return count if self.spec.values_from is None else latent_heads(count)
+
+    @property
+    def value_dim(self) -> int:
+        """The head size of the kernel's outputs."""
+        return self.head_dim - (self.spec.values_from or 0)
 
     @property
     def window_left(self) -> int:
@@ -236,3 +248,22 @@ class GraphLaunch(Launch, Protocol):
 
     def baked(self, library: Library) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""
+
+
+class Launches(Protocol):
+    """The launches of a worker; they take turns in one stream."""
+
+    @property
+    def indices(self) -> Tensor:
+        """Room for the pages of a step, int32 on the device."""
+
+    @property
+    def mixed(self) -> Launch:
+        """The launch of any requests outside of graphs."""
+
+    @property
+    def decodes(self) -> Launch:
+        """The launch of decodes outside of graphs."""
+
+    def captured(self, size: int, *, is_mixed: bool) -> GraphLaunch:
+        """The launch in graphs of `size` rows, of any requests or of decodes."""

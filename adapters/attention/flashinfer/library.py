@@ -6,18 +6,24 @@ Kernels are compiled, or loaded from FlashInfer's cache, when a wrapper is first
 
 import importlib
 import logging
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.modules import Build, attention_module, build_side_by_side
+from adapters.attention.flashinfer.modules import (
+    Build,
+    attention_module,
+    build_side_by_side,
+    mla,
+)
 from adapters.attention.flashinfer.ports import (
     AttendDecodes,
     CapturedBuffers,
     CapturedWrapper,
     DecodeKernels,
     DeviceEvent,
+    LatentKernels,
     MergeParts,
     MixedWrapper,
     RopeAndCacheWrite,
@@ -56,9 +62,14 @@ class FlashInfer:
     def num_processors(self) -> int:
         return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of the GPU."""
+        return torch.cuda.get_device_capability(self._device)
+
     def compile(self, spec: AttentionSpec, kv_dtype: torch.dtype) -> None:
         """Build what is missing; a module that fails is built again at its first use."""
-        build = Build([attention_module(spec, kv_dtype)], logger.info)
+        build = Build([attention_module(spec, kv_dtype, self.capability)], logger.info)
         if build.missing:
             logger.info("compiling FlashInfer's attention")
             build.run(build_side_by_side)
@@ -105,6 +116,10 @@ class FlashInfer:
             backend=KERNELS,
         )
         return cast(CapturedWrapper, wrapper)
+
+    def latents(self, dtype: torch.dtype) -> LatentKernels:
+        module: Any = mla(dtype, self.capability)
+        return cast(LatentKernels, module.build_and_load())
 
     def baked(self, wrapper: RunsPaged) -> tuple[int, ...]:
         return tuple(int(each) for each in wrapper._plan_info)  # type: ignore[attr-defined]

@@ -13,9 +13,10 @@ from typing import Protocol
 
 import torch
 
-from adapters.attention.flashinfer.fit import kernel_dim
+from adapters.attention.flashinfer.fit import LATENT, TURNED, kernel_dim
 from engine.worker.ports import AttentionSpec
 
+HOPPER = 9  # the major compute capability
 LOOK_SECONDS = 0.5  # between looks for libraries that have appeared
 
 
@@ -37,8 +38,20 @@ def fa2(q: torch.dtype, kv: torch.dtype, dim: int, *, window: bool, soft_cap: bo
     return module
 
 
-def attention_module(spec: AttentionSpec, kv_dtype: torch.dtype) -> Module:
-    """What the attention layers of one kind need."""
+def mla(dtype: torch.dtype, capability: tuple[int, int]) -> Module:
+    """Attention to latent vectors, in instructions of Hopper where the GPU has them."""
+    kernels = "fa3" if capability[0] == HOPPER else "fa2"
+    make = importlib.import_module("flashinfer.jit").gen_batch_mla_module
+    module: Module = make(kernels, dtype, dtype, dtype, torch.int32, LATENT, TURNED, False)
+    return module
+
+
+def attention_module(
+    spec: AttentionSpec, kv_dtype: torch.dtype, capability: tuple[int, int]
+) -> Module:
+    """What the attention layers of one kind need on such a GPU."""
+    if spec.values_from is not None:
+        return mla(spec.dtype, capability)
     dtype, dim = spec.dtype, kernel_dim(spec.head_dim)
     has_window, has_cap = spec.window is not None, spec.soft_cap is not None
     return fa2(dtype, kv_dtype, dim, window=has_window, soft_cap=has_cap)

@@ -4,7 +4,7 @@ The wrapper protocols have FlashInfer's own method and argument names; the shape
 that FlashInfer requires of each argument is documented here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
@@ -150,6 +150,49 @@ class CapturedBuffers(NamedTuple):
     qo_indptr: Tensor | None = None  # [N + 1]; None for decodes
 
 
+class LatentKernels(Protocol):
+    """The compiled module of `BatchMLAPagedAttentionWrapper`: attention to latent vectors."""
+
+    def plan(
+        self,
+        parts: Tensor,  # uint8, on the device
+        cuts: Tensor,  # uint8, on the device; gets the plan, by a copy in the current stream
+        staging: Tensor,  # uint8, pinned; free when this returns
+        qo_indptr: Tensor,  # [N + 1] int32, host
+        kv_indptr: Tensor,  # [N + 1] int32, host
+        kv_len: Tensor,  # [N] int32, host
+        num_heads: int,
+        latent: int,
+        is_causal: bool,
+        /,
+    ) -> Sequence[int]:
+        """Split the work of one step; what `run` is given of it, a CUDA graph as constants."""
+
+    def run(
+        self,
+        parts: Tensor,
+        cuts: Tensor,
+        planned: Sequence[int],
+        q: Tensor,  # [tokens, heads, latent]
+        q_turned: Tensor,  # [tokens, heads, turned]
+        keys: Tensor,  # [pages, page, latent]
+        keys_turned: Tensor,  # [pages, page, turned]
+        indices: Tensor,  # [pages] int32, on the device
+        out: Tensor,  # [tokens, heads, latent]
+        sums: Tensor | None,
+        mask: int,
+        num_heads: int,
+        page_size: int,
+        scale: float,
+        has_natural_sums: bool,
+        key_scale: float,
+        turned_scale: float,
+        scales: Tensor | None,
+        /,
+    ) -> object:
+        """Attention over pages, into `out`; tensors are strided but in the last dimension."""
+
+
 class Library(Protocol):
     """FlashInfer and memory on one device."""
 
@@ -176,6 +219,9 @@ class Library(Protocol):
         have N requests, of which some may be empty."""
 
     def captured(self, workspace: Tensor, buffers: CapturedBuffers) -> CapturedWrapper: ...
+
+    def latents(self, dtype: torch.dtype) -> LatentKernels:
+        """Attention to latent vectors of this dtype."""
 
     def baked(self, wrapper: RunsPaged) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""

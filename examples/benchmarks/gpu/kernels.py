@@ -32,13 +32,15 @@ from adapters.attention.flashinfer.modules import (
     build_side_by_side,
     fa2,
     is_built,
+    mla,
 )
 
 NUM_FIRST = 1  # Llama's
 
 
-def specs() -> list[Module]:
-    """FlashInfer's build specifications of attention; the first `NUM_FIRST` are Llama's."""
+def specs(capability: tuple[int, int] = (9, 0)) -> list[Module]:
+    """FlashInfer's build specifications of attention on such a GPU; the first `NUM_FIRST` are
+    Llama's, on any."""
     import torch
 
     half, fp8 = torch.bfloat16, torch.float8_e4m3fn
@@ -49,6 +51,7 @@ def specs() -> list[Module]:
     found = [plain(half, half, 128), plain(half, half, 128, window=True), plain(half, fp8, 128)]
     found += [plain(half, half, 64, window=each) for each in (False, True)]
     found += [plain(torch.float16, torch.float16, 128), plain(half, half, 512)]
+    found += [mla(half, capability), mla(torch.float16, capability)]
     variants = product((False, True), repeat=2)
     return found + [fa2(half, half, 256, window=each, soft_cap=cap) for each, cap in variants]
 
@@ -100,9 +103,9 @@ def build_all(
     made.run(build)
 
 
-def build(copy_to: Path | None, path: Path | None) -> int:
+def build(capability: tuple[int, int], copy_to: Path | None, path: Path | None) -> int:
     """Build, and copy the built libraries; the exit code is 1 if a module failed."""
-    began, modules = time.perf_counter(), specs()
+    began, modules = time.perf_counter(), specs(capability)
     build_all(modules, llama_first, path)
     built = [each for each in modules if is_built(each)]
     seconds = time.perf_counter() - began
@@ -131,12 +134,13 @@ def main() -> int:
         print(f"FlashInfer's modules cannot be built here: {lacking}", file=sys.stderr)
         return 1
     if not arguments.capability:
-        prepare_environment(torch.cuda.get_device_capability())
-        return build(arguments.copy_to, arguments.json)
+        capability = torch.cuda.get_device_capability()
+        prepare_environment(capability)
+        return build(capability, arguments.copy_to, arguments.json)
     major, minor = map(int, arguments.capability.split("."))
     with tempfile.TemporaryDirectory() as folder:
         prepare((major, minor), Path(folder))
-        return build(arguments.copy_to, arguments.json)
+        return build((major, minor), arguments.copy_to, arguments.json)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan
 from typing import NamedTuple
 from unittest.mock import patch
@@ -55,6 +55,7 @@ class Shape:
     window: int | None = None
     scales: tuple[float, float] = (1.0, 1.0)
     has_sinks: bool = False
+    values_from: int | None = None
 
     @property
     def kept(self) -> torch.dtype:
@@ -67,6 +68,7 @@ class OnGpu:
     def __init__(self, shape: Shape, num_pages: int, limits: StepLimits = LIMITS) -> None:
         self.shape = shape
         sizes = ModelShape(1, shape.heads, shape.kv_heads, shape.dim, 1, 1, 1, 1, 1)
+        sizes = replace(sizes, values_from=shape.values_from)
         self.cache = gpu_cache(sizes, num_pages, shape.page_size, shape.kept, "cuda")
         for pages in (*self.cache.keys, *self.cache.values):
             pages[:-1] = torch.full_like(pages[:-1], nan, dtype=torch.float32).to(shape.kept)
@@ -80,6 +82,7 @@ class OnGpu:
             *shape.scales,
             limits,
             has_sinks=shape.has_sinks,
+            values_from=shape.values_from,
         )
         self.sinks = torch.linspace(-2, 4, shape.heads, device="cuda") if shape.has_sinks else None
         self.attention = FlashInferAttention(self.spec, self.cache, NativeThreadPool(1))
@@ -90,7 +93,7 @@ class OnGpu:
 
     def fill(self, layout: RaggedLayout) -> None:
         """Noise for what requests have cached, stale numbers behind it, NaN in other pages."""
-        for cache in (self.cache.keys[0], self.cache.values[0]):
+        for cache in (*self.cache.keys, *self.cache.values):
             cache[:-1] = torch.full_like(cache[:-1], nan, dtype=torch.float32).to(cache.dtype)
             pages = torch.from_numpy(layout.kv_indices).long().cuda()
             stale = torch.full((len(pages), *cache.shape[1:]), self._stale, device="cuda")
@@ -112,11 +115,16 @@ class OnGpu:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None = None) -> Tensor:
         with torch.inference_mode(), poisoned():
-            return self.attention.run(0, q, k, v, turn, self.sinks)
+            return self.attend(q, k, v, turn)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, turn: RopeAngles | None = None) -> Tensor:
+        """Without v where values are a part of the keys."""
+        own_v = v if self.shape.values_from is None else None
+        return self.attention.run(0, q, k, own_v, turn, self.sinks)
 
     def expected(self, layout: RaggedLayout, q: Tensor) -> Tensor:
         """Attention in float32 over what lies in the cache, one request after the other."""
-        out = torch.empty(q.shape, device="cuda")
+        out = torch.empty((*q.shape[:2], self.spec.value_dim), device="cuda")
         for i in range(layout.num_requests):
             rows = slice(int(layout.qo_indptr[i]), int(layout.qo_indptr[i + 1]))
             first, end = int(layout.kv_indptr[i]), int(layout.kv_indptr[i + 1])
@@ -131,9 +139,12 @@ class OnGpu:
                 cache.view(torch.uint8)[pages].view(cache.dtype).flatten(0, 1)[:length].float() * by
             ).repeat_interleave(shape.heads // shape.kv_heads, dim=1)
             for cache, by in zip(
-                (self.cache.keys[0], self.cache.values[0]), shape.scales, strict=True
+                (self.cache.keys[0], (self.cache.values or self.cache.keys)[0]),
+                shape.scales,
+                strict=True,
             )
         )
+        v = v[..., shape.values_from or 0 :]
         ends = torch.arange(length - len(q), length, device="cuda")
         back = ends[:, None] - torch.arange(length, device="cuda")
         hidden = (back < 0) | (back >= (shape.window or length))

@@ -1,11 +1,18 @@
 import importlib.util
+import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from adapters.attention import BACKENDS
 from adapters.attention.flashinfer.backend import FlashInferAttention
-from adapters.attention.flashinfer.fit import missing_requirement, unsupported_shape
+from adapters.attention.flashinfer.fit import (
+    latent_heads,
+    missing_requirement,
+    unsupported_shape,
+)
 from engine.errors import StartupError
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import RUNS_ON
@@ -62,6 +69,31 @@ def test_what_has_no_kernel_is_named(
     cache = KVTensors((torch.zeros((1, 16, 2, 8), dtype=kv_dtype),), ())
     with pytest.raises(StartupError, match=f"attention 'flashinfer' cannot be used: {named}"):
         FlashInferAttention(wrong, cache, NativeThreadPool(1))
+
+
+LATENTS = AttentionSpec(128, 1, 576, 1.0, None, HALF, values_from=64)
+
+
+def test_latent_vectors_fit_with_any_number_of_heads_up_to_128() -> None:
+    for heads in (1, 10, 16, 20, 128):
+        assert unsupported_shape(replace(LATENTS, num_heads=heads), HALF, 16) == ""
+    assert [latent_heads(count) for count in (1, 2, 5, 20, 128)] == [1, 2, 8, 32, 128]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kv_dtype", "named"),
+    [
+        ({"head_dim": 288, "values_from": 32}, HALF, "of 256 [+] 32 .* only those of 512 [+] 64"),
+        ({"is_batch_invariant": True}, HALF, "--batch-invariant"),
+        ({}, FP8, "in 8 bits"),
+        ({"num_heads": 136}, HALF, "136 heads .* at most 128"),
+        ({"window": 9}, HALF, "a sliding window, a soft cap or sinks"),
+    ],
+)
+def test_latent_vectors_that_have_no_kernel_are_named(
+    changes: dict[str, Any], kv_dtype: torch.dtype, named: str
+) -> None:
+    assert re.search(named, unsupported_shape(replace(LATENTS, **changes), kv_dtype, 16))
 
 
 def test_without_a_gpu_or_the_library_that_is_what_is_said(

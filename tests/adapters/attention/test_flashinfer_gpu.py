@@ -1,6 +1,7 @@
 """FlashInfer's kernels through our calls, against float32; on a GPU only."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,10 @@ SHAPES = [
     Shape(16, 8, 128),
     Shape(40, 8, 128),
 ]
+LATENTS = [  # V2-Lite, GLM-4.7-Flash, V3, and V2-Lite in float16 and pages of one token
+    *(Shape(heads, 1, 576, values_from=64) for heads in (16, 20, 128)),
+    Shape(16, 1, 576, page_size=1, dtype=torch.float16, values_from=64),
+]
 VARIANTS = [
     replace(LLAMA, dtype=torch.float16),
     replace(LLAMA, page_size=1),
@@ -34,6 +39,7 @@ VARIANTS = [
     Shape(32, 32, 80),  # Phi-2
     Shape(16, 16, 192),  # MLA, expanded
     Shape(8, 1, 512),  # Gemma 4
+    *LATENTS,
 ]
 
 
@@ -71,9 +77,10 @@ def test_edges_of_pages_and_tiles_are_attended_as_in_float32(shape: Shape) -> No
     check(shape, Paged(edges(shape.page_size), shape.page_size, seed=1))
 
 
+@pytest.mark.parametrize("shape", [LLAMA, *LATENTS[:2]], ids=str)
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_as_they_come_are_attended_as_in_float32(name: str) -> None:
-    check(LLAMA, Paged(STEPS[name], 16, seed=2))
+def test_steps_as_they_come_are_attended_as_in_float32(name: str, shape: Shape) -> None:
+    check(shape, Paged(STEPS[name], 16, seed=2))
 
 
 def test_shared_pages_are_read_by_all() -> None:
@@ -128,7 +135,7 @@ def test_the_step_that_is_planned_ahead_does_not_touch_the_one_that_runs() -> No
 @pytest.mark.parametrize("shape", [LLAMA, Shape(40, 8, 128), Shape(14, 2, 64)], ids=str)
 def test_the_workspace_is_as_large_as_the_library_wants_it(shape: Shape) -> None:
     gpu = OnGpu(shape, 600)
-    mixed = gpu.attention._mixed._wrapper
+    mixed: Any = gpu.attention._launches.mixed._wrapper  # type: ignore[attr-defined]
     most = eager_bytes(gpu.attention._library.num_processors, shape.heads, shape.dim)
     for requests in (*STEPS.values(), edges(16)):
         layout = Paged(requests, 16).layout()
@@ -138,7 +145,7 @@ def test_the_workspace_is_as_large_as_the_library_wants_it(shape: Shape) -> None
             "paged_kv_indices": layout.kv_indices,
             "paged_kv_last_page_len": layout.kv_last_page_len,
         }
-        wanted, _ = mixed.workspace_size(  # type: ignore[attr-defined]
+        wanted, _ = mixed.workspace_size(
             **{name: torch.from_numpy(values) for name, values in host.items()},
             num_qo_heads=shape.heads,
             num_kv_heads=shape.kv_heads,

@@ -15,6 +15,7 @@ from tests.adapters.attention.flashinfer_on_gpu import FP8, ON_GPU, OnGpu, Shape
 pytestmark = ON_GPU
 
 LLAMA = Shape(32, 8, 128)
+LATENTS = [Shape(heads, 1, 576, values_from=64) for heads in (16, 20, 128)]
 SHAPES = [
     LLAMA,
     Shape(14, 2, 64),
@@ -27,6 +28,7 @@ SHAPES = [
     replace(LLAMA, kv_dtype=FP8, scales=(0.5, 2.0)),
     replace(LLAMA, page_size=1),
     replace(LLAMA, dtype=torch.float16),
+    *LATENTS,
 ]
 NUM_PAGES = 3000
 
@@ -49,12 +51,12 @@ def capture(gpu: OnGpu, size: int, *, is_mixed: bool = False) -> Captured:
     with torch.inference_mode(), torch.cuda.stream(stream):
         for _ in range(2):
             gpu.attention.plan_captured(blank)
-            gpu.attention.run(0, *inputs, None, gpu.sinks)
+            gpu.attend(*inputs)
         baked = gpu.attention.plan_captured(blank)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            out = gpu.attention.run(0, *inputs, None, gpu.sinks)
+            out = gpu.attend(*inputs)
     torch.cuda.synchronize()
     return Captured(graph, inputs, out, baked)
 
@@ -106,7 +108,7 @@ def test_graphs_of_two_sizes_and_eager_steps_do_not_disturb_each_other() -> None
         check_close(gpu.run(q, k, v), gpu.expected(layout, q), LLAMA.dtype)
 
 
-@pytest.mark.parametrize("shape", [LLAMA, Shape(14, 2, 64)], ids=str)
+@pytest.mark.parametrize("shape", [LLAMA, Shape(14, 2, 64), *LATENTS[:2]], ids=str)
 @pytest.mark.parametrize("size", [64, 256])
 def test_a_graph_holds_decodes_and_pieces_of_prompts(shape: Shape, size: int) -> None:
     gpu = OnGpu(shape, NUM_PAGES)

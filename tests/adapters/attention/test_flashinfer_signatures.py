@@ -205,7 +205,7 @@ def test_the_wrappers_hand_our_steps_down_to_their_kernels(
             attention.run(0, q, k, v, None)
     makes = importlib.import_module("flashinfer.jit.attention.modules")
     monkeypatch.setattr(makes, "_gen_batch_prefill_primary_module", lambda *given: given)
-    compiled: Any = modules.attention_module(spec, kv_dtype)
+    compiled: Any = modules.attention_module(spec, kv_dtype, (9, 0))
     assert {compiled} == {*kernels.modules}
     *plans, blank_plan, in_graph = kernels.plans
     mixed, *captured = plans

@@ -17,7 +17,8 @@ SMALLEST = """
 import sys
 from importlib import import_module
 from examples.benchmarks.gpu import kernels
-kernels.specs = lambda: [import_module("flashinfer.jit.activation").gen_act_and_mul_module("silu")]
+make = import_module("flashinfer.jit.activation").gen_act_and_mul_module
+kernels.specs = lambda *_: [make("silu")]
 sys.exit(kernels.main())
 """
 
