@@ -117,10 +117,6 @@ class Device(Protocol):
         """Names in the table of `adapters.attention`; the first that supports the model is used."""
 
     @property
-    def takes_values_from_keys(self) -> bool:
-        """Whether its attention supports `ModelShape.values_from`; else shapes are expanded."""
-
-    @property
     def kernels(self) -> str:
         """The kernels in use, as reports show them."""
 

@@ -63,6 +63,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"intermediate_size": 64},
     "deepseek_v2": LATENT,
     "deepseek_v3_groups": LATENT | {"q_lora_rank": 96},
+    "glm4_moe_lite": LATENT
+    | {"q_lora_rank": 96, "num_attention_heads": 5, "num_key_value_heads": 5},
     "opt": {"ffn_dim": 384, "word_embed_proj_dim": 256},
 }
 GENTLE = 0.06  # of matrices: attention is no choice of one token, and errors stay small

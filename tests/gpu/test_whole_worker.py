@@ -21,7 +21,7 @@ FAMILIES = (
     *("llama", "llama3_rope", "mistral", "mistral_window", "qwen2_tied", "qwen3", "gpt2"),
     *("gemma2", "gemma3", "gemma4", "phi3", "stablelm", "opt", "cohere2", "glm4", "nemotron"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "gemma4_moe"),
-    *("deepseek_v2", "deepseek_v3_groups"),
+    *("deepseek_v2", "deepseek_v3_groups", "glm4_moe_lite"),
 )
 PIECES = ((64, 0, 15), (1, 30, 1), (70, 1, 1), (1, 1, 0), (1, 1, 0))
 # Steps with as many tokens as a GPU's graphs have, and more, beside decodes and without
@@ -39,6 +39,18 @@ def test_logits_are_those_of_transformers_in_prefill_pieces_and_decodes(
 ) -> None:
     pair = pair_of(model, tmp_path, device)
     pair.check(pair.errors(PIECES))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe_lite"])
+def test_latent_vectors_are_cached_and_read_in_steps_of_all_sizes(
+    family: str, device: str, tmp_path: Path
+) -> None:
+    pair = pair_of(gentle_model(family), tmp_path, device, kv_slots=1400)
+    report = pair.worker.report
+    size = 4 if report.kv_dtype == "float32" else 2
+    assert report.bytes_per_block == 3 * report.block_size * size * (512 + 64)
+    pair.check(pair.errors(SIZES))
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ Prompts are computed in the same form as decodes, so that a token has the same b
 scores and sums take (576 + 512) / (192 + 128) = 3.4 times the products of attention with a key and
 a value for each head, in DeepSeek's sizes.
 
-Where a device's attention cannot take values from keys, those of each head are cached
-(`ModelShape.expanded`): KV takes the memory of attention with as many KV heads as heads, each as
-wide as a key.
+Where the attention of a device does not take them (on a GPU other sizes than 512 + 64, fp8,
+`--batch-invariant`), keys and values of each head are cached (`ModelShape.expanded`): KV takes the
+memory of attention with as many KV heads as heads, each as wide as a key.
 """
 
 from dataclasses import dataclass, replace

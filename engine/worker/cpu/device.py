@@ -96,7 +96,6 @@ class CpuDevice:
         if kernels.batch_invariant:
             raise StartupError("--batch-invariant is not supported on cpu, only on cuda")
         self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
-        self.takes_values_from_keys = True
         self._is_plain = self.attentions == (PLAIN_ATTENTION,)
         self.kernels = "torch" if self._is_plain else INSTRUCTIONS
         stored, converted = weight_formats(kernels, preferred, is_plain=self._is_plain)

@@ -87,7 +87,6 @@ class CudaDevice:
     it."""
 
     kernels = "cuda"
-    takes_values_from_keys = False
     pool = NoThreadPool()
 
     def __init__(

@@ -92,7 +92,7 @@ class TorchHeadLinear:
     weights: Tensor  # [heads, in, out]
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
-        y.copy_(torch.bmm(x.transpose(0, 1), self.weights).transpose(0, 1))
+        torch.bmm(x.transpose(0, 1), self.weights, out=y.transpose(0, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +150,15 @@ class TorchSampling:
         return torch.tensor(tokens, device=logits.device)
 
 
+@dataclass(frozen=True, slots=True)
 class TorchHeads:
-    """The `HeadOperators` of any device, in plain torch."""
+    """The `HeadOperators` of any device, in plain torch; weights in `dtype`, None: as they are."""
+
+    dtype: torch.dtype | None = None
 
     def linear(self, weights: Sequence[LinearWeight]) -> HeadLinear:
-        return TorchHeadLinear(torch.stack([dequantize(weight).t() for weight in weights]))
+        floats = [dequantize(weight).t().to(self.dtype) for weight in weights]
+        return TorchHeadLinear(torch.stack(floats))
 
     def empty(self, kind: str, like: Tensor, sizes: tuple[int, ...]) -> Tensor:
         return like.new_empty(sizes)

@@ -57,6 +57,37 @@ def attention_specs(
     )
 
 
+def cached_shape(
+    shape: ModelShape, device: Device, block_size: int, *, is_batch_invariant: bool
+) -> ModelShape:
+    """The shape of what a device caches: latent vectors, if a model has them and the attention
+    backend that it gets takes them, else keys and values of each head."""
+    if shape.values_from is None:
+        return shape
+    expanded = shape.expanded()
+
+    def why_not(name: str, of: ModelShape) -> str:
+        spec = AttentionSpec(
+            of.num_heads,
+            of.num_kv_heads,
+            of.head_dim,
+            1.0,
+            None,
+            device.formats.dtype,
+            is_batch_invariant=is_batch_invariant,
+            values_from=of.values_from,
+        )
+        return _why_not(_load(name), spec, device, block_size)
+
+    for name in device.attentions:
+        if not (reason := why_not(name, shape)):
+            return shape
+        if not why_not(name, expanded):
+            logger.warning("keys and values of each head are cached with %s: %s", name, reason)
+            return expanded
+    return shape
+
+
 class _Choice(NamedTuple):
     """The backend of a kind of layer; `sees_images` if it supports that, should the spec say it."""
 
@@ -104,18 +135,21 @@ def _load(name: str) -> object:
     return load_from_table("adapters.attention:BACKENDS", "attention", name)
 
 
+def _why_not(makes: object, spec: AttentionSpec, device: Device, block_size: int) -> str:
+    """Why a backend does not support a kind of layer, in one line; empty if it does."""
+    why_not = getattr(makes, "why_not", None)
+    return "" if why_not is None else str(why_not(spec, device.formats.kv_dtype, block_size))
+
+
 def _choose(device: Device, spec: AttentionSpec, block_size: int) -> _Choice:
     """The first backend that supports a kind of layer."""
     *_, last = device.attentions
     without_images = replace(spec, sees_images=False)
     for name in device.attentions:
         makes = _load(name)
-        why_not = getattr(makes, "why_not", None)
-        reason = (
-            "" if why_not is None else why_not(without_images, device.formats.kv_dtype, block_size)
-        )
+        reason = _why_not(makes, without_images, device, block_size)
         if not reason:
-            sees_images = why_not is None or not why_not(spec, device.formats.kv_dtype, block_size)
+            sees_images = not _why_not(makes, spec, device, block_size)
             return _Choice(name, cast(MakesAttention, makes), sees_images)
         if name != last:
             logger.warning("attention %s cannot be used: %s", name, reason)

@@ -17,7 +17,11 @@ from engine.worker.model.kv.recurrent_states import RecurrentStates
 from engine.worker.model.pooler import Pooler, report_of
 from engine.worker.model.stage import Stage
 from engine.worker.ports import KVTensors, ModelShape, Shard, StepLimits
-from engine.worker.process.attention_choice import StageAttention, attention_specs
+from engine.worker.process.attention_choice import (
+    StageAttention,
+    attention_specs,
+    cached_shape,
+)
 from engine.worker.process.drafts.draft_model import load_draft
 from engine.worker.process.drafts.draft_rows import LoadedDrafter
 from engine.worker.process.drafts.mtp_head import check_mtp, load_mtp
@@ -53,7 +57,8 @@ def _served_shape(settings: WorkerSettings, checkpoint: Checkpoint, device: Devi
     usual = shape.max_positions
     if pooling is not None and pooling.max_tokens is not None:
         usual = min(usual, pooling.max_tokens)
-    shape = shape if device.takes_values_from_keys else shape.expanded()
+    is_invariant, size = settings.kernels.batch_invariant, settings.kv.block_size
+    shape = cached_shape(shape, device, size, is_batch_invariant=is_invariant)
     return replace(shape, max_positions=settings.max_model_len or usual)
 
 

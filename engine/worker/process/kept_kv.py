@@ -11,7 +11,6 @@ from pathlib import Path
 from engine.errors import StartupError
 from engine.kv_store import SharedStore, open_store
 from engine.step import HASH_VERSION, PageKind, Tier
-from engine.worker.device import Device
 from engine.worker.model.kv.disk_pool import DiskFiles, folder_of, has_folders, remove_unused
 from engine.worker.model.kv.kv_tensors import size_text
 from engine.worker.model.kv.recurrent_states import RecurrentStates
@@ -105,7 +104,7 @@ class KeptKV:
         cls, settings: WorkerSettings, checkpoint: Checkpoint, kv: StageKV, max_model_len: int
     ) -> "KeptKV":
         """Raises `StartupError`."""
-        facts = _kv_facts(settings, checkpoint, kv.device, max_model_len)
+        facts = _kv_facts(settings, checkpoint, kv, max_model_len)
         disk = DiskTier.open(settings, f"{_stats(checkpoint)} {facts}", kv)
         if not settings.tiers.kv_store:
             return cls(disk, None)
@@ -147,10 +146,11 @@ class KeptKV:
 
 
 def _kv_facts(
-    settings: WorkerSettings, checkpoint: Checkpoint, device: Device, max_model_len: int
+    settings: WorkerSettings, checkpoint: Checkpoint, kv: StageKV, max_model_len: int
 ) -> str:
     """All that the bytes of KV blocks and their names depend on, beside the tokens and the
     weights."""
+    device, shape = kv.device, kv.shard.shape
     numbers: tuple[object, ...] = (
         HASH_VERSION,
         device.formats.dtype,
@@ -158,7 +158,6 @@ def _kv_facts(
         device.formats.weights,
         settings.kernels.activation_bits,
     )
-    shape = checkpoint.family.shape
     original = shape.original_positions
     if shape.values_from is not None:
         numbers += (shape.head_dim, shape.values_from)

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -23,6 +24,7 @@ from adapters.models.random_checkpoint import random_checkpoint
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.cpu.device import CpuDevice
 from engine.worker.model.kv.kv_tensors import bytes_per_block
+from engine.worker.process import build
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker_settings import Kernels, KVSettings, WorkerSettings
@@ -92,7 +94,7 @@ def kv_bytes() -> dict[str, dict[str, int]]:
     return found
 
 
-def load(model: str, *, takes_values_from_keys: bool) -> Worker:
+def load(model: str, *, has_latents: bool) -> Worker:
     settings = WorkerSettings(
         model,
         max_batch_size=1,
@@ -101,8 +103,10 @@ def load(model: str, *, takes_values_from_keys: bool) -> Worker:
         kv=KVSettings(kv_slots=LONGEST + PROMPT),
     )
     device = CpuDevice.open(settings, Checkpoint.open(model).preferred_format)
-    device.takes_values_from_keys = takes_values_from_keys
-    return Worker.load(settings, lambda *_: None, device)
+    if has_latents:
+        return Worker.load(settings, lambda *_: None, device)
+    with patch.object(build, "cached_shape", lambda shape, *_, **__: shape.expanded()):
+        return Worker.load(settings, lambda *_: None, device)
 
 
 def seconds(worker: Worker, before: int, count: int) -> float:
@@ -121,10 +125,7 @@ def figures(rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         model = str(random_checkpoint(folder, Path(folder)))
-        workers = {
-            kind: load(model, takes_values_from_keys=kind == "latent")
-            for kind in ("heads", "latent")
-        }
+        workers = {kind: load(model, has_latents=kind == "latent") for kind in ("heads", "latent")}
     for worker in workers.values():
         for start in range(0, LONGEST + 1, PROMPT):
             seconds(worker, start, PROMPT)

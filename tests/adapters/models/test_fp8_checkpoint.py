@@ -14,7 +14,7 @@ from engine.worker.cuda.model import operators
 from engine.worker.cuda.model.fp8_weights import Fp8WeightLinear
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
-from tests.engine.worker.cuda.standing import StandingGpu
+from tests.engine.worker.cuda.standing import StandingGpu, load_stored
 from tests.engine.worker.process.driving import Driver, load_worker, settings_for
 from tests.models.checkpoints import make_checkpoint, make_model
 from tests.models.loras import logits_of
@@ -148,6 +148,15 @@ def test_matrices_of_latent_vectors_may_be_fp8(tmp_path: Path, scheme: str) -> N
     torch.testing.assert_close(
         Driver(worker).logits((0, TOKENS))[0], logits_of(model, TOKENS), rtol=0, atol=1e-4
     )
+
+
+def test_matrices_of_latent_vectors_in_fp8_are_widened_to_the_dtype_of_a_gpu(
+    tmp_path: Path,
+) -> None:
+    model = write(tmp_path, "channels", "deepseek_v3")
+    found = Driver(load_stored(tmp_path, "float16")).logits((0, TOKENS))[0]
+    wanted = logits_of(model, TOKENS)
+    assert float((found - wanted).abs().max()) < 0.03 * float(wanted.std())
 
 
 def test_fused_tensors_may_be_fp8(tmp_path: Path) -> None:

@@ -68,12 +68,13 @@ def test_after_a_restart_the_next_message_of_a_chat_finds_its_prefix_on_the_disk
     assert found.tokens == expected.tokens
 
 
-@pytest.mark.parametrize("other", ["version of hashes", "KV dtype"])
-def test_files_of_another_version_or_kv_dtype_are_not_read(
+@pytest.mark.parametrize("other", ["version of hashes", "KV dtype", "no latent vectors"])
+def test_files_of_another_version_or_kind_of_kv_are_not_read(
     tmp_path: Path, other: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    on_disk = changed(settings(tmp_path, "llama"), **disk(tmp_path))
+    variant = "deepseek_v2" if other == "no latent vectors" else "llama"
+    on_disk = changed(settings(tmp_path, variant), **disk(tmp_path))
     worker = Worker.load(on_disk, lambda *_: None)
     serve(worker, CHAT)
     end(worker)
@@ -81,6 +82,9 @@ def test_files_of_another_version_or_kv_dtype_are_not_read(
     end(again)
     if other == "KV dtype":
         on_disk = changed(on_disk, kv_cache_dtype="float16")
+    elif other == "no latent vectors":
+        name = "engine.worker.process.build.cached_shape"
+        monkeypatch.setattr(name, lambda shape, *_, **__: shape.expanded())
     else:
         monkeypatch.setattr("engine.worker.process.kept_kv.HASH_VERSION", HASH_VERSION + 1)
     later = Worker.load(on_disk, lambda *_: None)

@@ -33,7 +33,7 @@ from engine.worker.cuda.model.linears import (
     stacked,
 )
 from engine.worker.cuda.model.loras import CudaLoras
-from engine.worker.model.torch_operators import TorchOperators, TorchSampling
+from engine.worker.model.torch_operators import TorchHeads, TorchOperators, TorchSampling
 from engine.worker.ports import (
     Activation,
     Experts,
@@ -118,6 +118,7 @@ class CudaOperators(TorchOperators):
         self._others = others
         self._fast = fast
         self._multiplies_fp8 = multiplies_fp8
+        self.heads = TorchHeads(dtype)
         self.loras = loras or CudaLoras(place, dtype)
         self.sampling = sampling or TorchSampling()
         self._logged: set[str] = set()  # reasons

@@ -32,7 +32,7 @@ from engine.worker.model.kv.kv_groups import KVGroups
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.stage import Stage, put_each
 from engine.worker.ports import Shard, StepLimits
-from engine.worker.process.attention_choice import StageAttention, attention_specs
+from engine.worker.process.attention_choice import StageAttention, attention_specs, cached_shape
 from engine.worker.process.model_build import BuiltModel, build_model, weight_bytes
 from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.logits_output import LogitsOutput
@@ -196,7 +196,7 @@ def load_draft(
     _check(settings, target, checkpoint, max_model_len)
     device = of_target.beside(checkpoint.preferred_format)
     shape = replace(checkpoint.family.shape, max_positions=max_model_len)
-    shape = shape if device.takes_values_from_keys else shape.expanded()
+    shape = cached_shape(shape, device, settings.kv.block_size, is_batch_invariant=False)
     shard = Shard.whole(shape)
     groups = KVGroups.of(shape)
     limits = StepLimits(  # the first pass has a token more per request than the step

@@ -67,16 +67,45 @@ def test_every_family_has_the_logits_of_a_cpu(tmp_path: Path, variant: str) -> N
         torch.testing.assert_close(stand_in.logits(piece), on_cpu.logits(piece), rtol=0, atol=1e-3)
 
 
-def test_keys_and_values_of_each_head_are_cached_where_a_cpu_caches_latent_vectors(
-    tmp_path: Path,
-) -> None:
+def test_latent_vectors_are_cached_on_a_gpu_by_plain_torch_too(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek_v2")
     settings = gpu_settings(tmp_path, dtype="float32")
-    on_gpu_too = on_gpu(settings, StandingGpu(total_bytes=1 << 31)).report
-    on_cpu = load_worker(tmp_path, block_size=on_gpu_too.block_size).report
-    layers_and_floats = 3 * on_cpu.block_size * 4
-    assert on_cpu.bytes_per_block == layers_and_floats * (24 + 8)
-    assert on_gpu_too.bytes_per_block == layers_and_floats * 2 * 4 * (16 + 8)
+    report = on_gpu(settings, StandingGpu(total_bytes=1 << 31)).report
+    assert report.bytes_per_block == 3 * report.block_size * 4 * (24 + 8)
+
+
+def test_keys_and_values_of_each_head_are_cached_where_flashinfer_does_not_take_latent_vectors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(BACKENDS, "flashinfer", "tests.attention_backends:WorkerOnStandIn")
+    make_checkpoint(tmp_path, "deepseek_v2")
+    settings = gpu_settings(tmp_path, dtype="float32", attention="auto")
+    report = on_gpu(settings, StandingGpu(total_bytes=1 << 31)).report
+    assert report.attention == "flashinfer"
+    assert report.bytes_per_block == 3 * report.block_size * 4 * 2 * 4 * (16 + 8)
+    assert "flashinfer: latent vectors of 24 + 8 are not supported, only those of" in caplog.text
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_flashinfer_has_the_logits_of_a_cpu_over_latent_vectors(
+    tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In DeepSeek's sizes, with numbers of heads that do and do not divide FlashInfer's tile;
+    prompts and decodes, eagerly and in graphs."""
+    monkeypatch.setitem(BACKENDS, "flashinfer", "tests.attention_backends:WorkerOnStandIn")
+    heads = 5 if variant == "glm4_moe_lite" else 4
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": 40}
+    make_checkpoint(tmp_path, variant, **sizes, kv_lora_rank=512, qk_rope_head_dim=64)
+    settings = gpu_settings(tmp_path, dtype="float32", attention="flashinfer")
+    worker = on_gpu(settings, StandingGpu(total_bytes=1 << 31))
+    report = worker.report
+    assert (report.attention, report.graphs) == ("flashinfer", (64,))
+    assert report.bytes_per_block == 3 * report.block_size * 4 * (512 + 64)
+    on_cpu, stand_in = Driver(load_worker(tmp_path), seed=1), Driver(worker, seed=1)
+    pieces: list[Any] = [[(0, range(1, 20)), (1, (5,))], [(1, (9,)), (0, range(30))]]
+    for step in [*pieces, [(1, (5,)), (0, (7,))], [(2, range(90))], [(2, (3,))]]:
+        found, expected = stand_in.logits(*step), on_cpu.logits(*step)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(
