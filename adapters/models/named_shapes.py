@@ -131,6 +131,21 @@ SHAPES: Mapping[str, Config] = {
         swiglu_limit=7.0,
         rope_scaling=YARN,
     ),
+    "DeepSeek-V2-Lite": llama_like(
+        "DeepseekV2ForCausalLM",
+        *(27, 2048, 10944, 16, 16, 102400, 163840, 1e4),
+        eps=1e-6,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=1,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        rope_scaling=YARN | {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
 }
 
 

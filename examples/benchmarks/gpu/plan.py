@@ -70,6 +70,7 @@ class Plan:
             WorkerRun("Qwen3.5-4B", "1,64", 1024, "8x2048", 80.0),
             WorkerRun("Qwen3-30B-A3B", "1,64", 1024, "8x2048", 120.0),
             WorkerRun("gpt-oss-20b", "1,64", 1024, "8x2048", 120.0),
+            WorkerRun("DeepSeek-V2-Lite", "1,64", 1024, "8x2048", 100.0),
             WorkerRun("Qwen2.5-0.5B", "1,64,256", 1024, "8x2048", 50.0),
             WorkerRun("Qwen2.5-7B", "1,64", 1024, "8x2048", 80.0),
         )

@@ -55,7 +55,8 @@ class Work(NamedTuple):
 class WeightSizes:
     """Matrix elements and attention sizes of a model, from its config.json.
 
-    In a mixture of experts each token uses `top_k` of `num_experts` in every layer.
+    In a mixture of experts each token uses `top_k` of `num_experts` in every layer; those before
+    the first with experts (DeepSeek) count as the others do.
     """
 
     num_layers: int
@@ -96,16 +97,20 @@ class WeightSizes:
         num_experts, top_k, expert = _experts(config, hidden)
         shared_inner = config.get("shared_expert_intermediate_size")
         shared = hidden * (3 * shared_inner + 1) if isinstance(shared_inner, int) else 0
+        shared += expert * _number(config, "n_shared_experts", 0)
+        kv_elements, q_and_out, attended = 2 * hidden * kv_width, 2 * hidden * width, width
+        if "kv_lora_rank" in config:
+            kv_elements, q_and_out, attended, kv_width = _latent(config, hidden, heads)
         is_gated = "ffn_dim" not in config  # OPT
         inner = _number(config, "intermediate_size" if is_gated else "ffn_dim")
         mlp = (2 + is_gated) * hidden * inner
         return cls(
             num_layers=_number(config, "num_hidden_layers"),
-            kv_elements=2 * hidden * kv_width,
-            other_elements=2 * hidden * width
+            kv_elements=kv_elements,
+            other_elements=q_and_out
             + (top_k * expert + num_experts * hidden + shared if num_experts else mlp),
             head_elements=hidden * _number(config, "vocab_size"),
-            attention_width=width,
+            attention_width=attended,
             kv_width=kv_width,
             max_positions=_number(config, "max_position_embeddings"),
             window=window if has_window and isinstance(window, int) else None,
@@ -195,7 +200,8 @@ def _attended(length: int, window: int | None) -> int:
 
 def _experts(config: Mapping[str, object], hidden: int) -> tuple[int, int, int]:
     """The number of experts, how many a token uses, and the matrix elements of one; or zeros."""
-    count = config.get("num_experts", config.get("num_local_experts"))
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((config[name] for name in names if name in config), 0)
     if not isinstance(count, int) or not count:
         return 0, 0, 0
     has_own = "moe_intermediate_size" in config
@@ -203,8 +209,20 @@ def _experts(config: Mapping[str, object], hidden: int) -> tuple[int, int, int]:
     return count, _number(config, "num_experts_per_tok"), 3 * hidden * inner
 
 
-def _number(config: Mapping[str, object], name: str) -> int:
+def _latent(config: Mapping[str, object], hidden: int, heads: int) -> tuple[int, int, int, int]:
+    """Sizes of attention to latent vectors (MLA): elements of the matrix that makes them and of
+    the others, the mean width of scores and of sums in all heads, that of keys of all heads."""
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    latent, turned, plain, value = (_number(config, name) for name in names)
+    q_width, rank = heads * (plain + turned), _number(config, "q_lora_rank", 0)
+    q = rank * (hidden + q_width) if rank else hidden * q_width
+    others = q + latent * heads * (plain + value) + heads * value * hidden
+    return hidden * (latent + turned), others, heads * (2 * latent + turned) // 2, q_width
+
+
+def _number(config: Mapping[str, object], name: str, default: int | None = None) -> int:
     value = config.get(name)
+    value = default if value is None else value
     if not isinstance(value, int):
         raise StartupError(f"config.json: {name} is {value!r}, expected a positive integer")
     return value

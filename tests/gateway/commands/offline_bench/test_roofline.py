@@ -49,6 +49,9 @@ def test_matrices_are_those_that_the_checkpoints_have() -> None:
     biases = 24 * ((64 + 2 * 8) * 64 + 2880 + 32 + 32 * (2 * 2880 + 2880))
     embedding = 201088 * 2880
     assert elements["gpt-oss-20b"] == 20_914_757_184 - embedding - norms_and_sinks - biases
+    embedding, norms = 102400 * 2048, 55 * 2048 + 27 * 512
+    more = 3 * 2048 * (66 * 1408 - 10944) + 64 * 2048  # as if its first layer had experts
+    assert elements["DeepSeek-V2-Lite"] == 15_706_484_224 - embedding - norms + more
     embedding, norms = 151936 * 2048, 97 * 2048 + 48 * 2 * 128
     assert elements["Qwen3-30B-A3B"] == 30_532_122_624 - embedding - norms
 
