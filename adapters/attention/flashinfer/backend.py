@@ -14,7 +14,7 @@ from torch import Tensor
 from adapters.attention.flashinfer.captured import HeadLaunches
 from adapters.attention.flashinfer.decodes import plan_bytes
 from adapters.attention.flashinfer.fit import missing_requirement, unsupported_shape
-from adapters.attention.flashinfer.latents import LatentLaunches
+from adapters.attention.flashinfer.latents import PLAN_BYTES, LatentLaunches
 from adapters.attention.flashinfer.launches import Geometry, Launch, Launches, Sinks
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import Library
@@ -58,7 +58,11 @@ class FlashInferAttention:
             for keys, values in self._rows_of_pages
         )
         self._slots = library.on_device(sizes.tokens, torch.int64)
-        num_bytes = sizes.arena_bytes + plan_bytes(sizes.rows, spec.num_kv_heads, library)
+        num_bytes = sizes.arena_bytes + (
+            plan_bytes(sizes.rows, spec.num_kv_heads, library)
+            if spec.values_from is None
+            else PLAN_BYTES
+        )
         self._arenas = PageTableArenas(
             [PageTableArena(library.pinned(num_bytes), library.event()) for _ in range(NUM_ARENAS)]
         )

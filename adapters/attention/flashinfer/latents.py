@@ -5,7 +5,8 @@ divides long requests among all thread blocks, so that nothing else has to.
 
 What `BatchMLAPagedAttentionWrapper` plans and runs is called without it: for CUDA graphs it keeps
 16 MiB for each size and copies 8 of them at each plan. Its module fills one workspace here, which
-all steps share: a plan is copied in the stream, behind all layers that read the one before.
+all steps share: a plan is copied in the stream, behind all layers that read the one before, from
+the arena of its step.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,6 @@ class LatentWorkspaces:
         self.indices = library.on_device(sizes.pages + sizes.rows, torch.int32)
         self.parts = library.on_device(parts, torch.uint8)
         self.cuts = library.on_device(PLAN_BYTES, torch.uint8)
-        self.staging = library.pinned(PLAN_BYTES)
 
 
 class LatentLaunch:
@@ -65,7 +65,7 @@ class LatentLaunch:
         self._planned = work.kernels.plan(
             work.parts,
             work.cuts,
-            work.staging,
+            arena.take(PLAN_BYTES),
             arena.put(tables.qo_indptr),
             arena.put(tables.kv_indptr),
             arena.put(tables.kv_len),

@@ -94,7 +94,6 @@ class PageTableArena:
 
     def __init__(self, memory: Tensor, event: DeviceEvent) -> None:
         self._memory = memory  # [bytes] uint8
-        self._bytes: NDArray[np.uint8] = memory.numpy()
         self._used = 0
         self._event = event
 
@@ -108,12 +107,17 @@ class PageTableArena:
 
     def put(self, values: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         """Copy the values to pinned memory."""
+        taken = self.take(values.nbytes)
+        taken.numpy()[:] = np.ascontiguousarray(values).view(np.uint8)
+        return taken.view(DTYPES[values.dtype])
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Pinned memory that is copied to the device before this arena is filled again, uint8."""
         start = -(-self._used // ALIGN) * ALIGN
-        end = start + values.nbytes
-        assert end <= len(self._bytes), "the step is larger than its limits"
+        end = start + num_bytes
+        assert end <= len(self._memory), "the step is larger than its limits"
         self._used = end
-        self._bytes[start:end] = np.ascontiguousarray(values).view(np.uint8)
-        return self._memory[start:end].view(DTYPES[values.dtype])
+        return self._memory[start:end]
 
 
 class PageTableArenas:

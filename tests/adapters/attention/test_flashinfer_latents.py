@@ -88,6 +88,16 @@ def test_graphs_of_all_sizes_share_one_plan_and_find_what_eager_steps_find(
         assert made.last_plan("run")["indices"].data_ptr() == pages
 
 
+def test_a_plan_whose_copy_is_pending_is_not_written_over() -> None:
+    made = make(16)
+    for length in (1, 5):
+        layout = padded(Paged(((length, 1),) * 3, 4).layout(), 8, 60)
+        made.attention.plan_captured(layout)
+    made.stand_in.catch_up()
+    copied = [given["kv_len"][0].item() for name, given in made.stand_in.calls if name == "copied"]
+    assert copied == [2, 6]
+
+
 def test_only_as_many_pieces_as_a_plan_holds_are_accepted() -> None:
     most = StepLimits(max_requests=256, max_tokens=15000, max_model_len=128)
     make(128, limits=most)
