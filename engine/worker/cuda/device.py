@@ -12,7 +12,7 @@ from engine.transport.process_memory import available_bytes
 from engine.worker.cuda.build_environment import prepare_environment
 from engine.worker.cuda.formats import kv_format, reported, weight_format, why_not_fp8
 from engine.worker.cuda.gpu import Gpu, TorchGpu
-from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, load
+from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, kernel_trials, load
 from engine.worker.cuda.kernels.tiling import has_room
 from engine.worker.cuda.memory import GpuMemory, check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
@@ -20,6 +20,7 @@ from engine.worker.cuda.model.linears import FastProducts
 from engine.worker.cuda.model.loras import CudaLoras
 from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.cuda.model.weight_staging import OnDevice
+from engine.worker.cuda.one_shot_sums import SumTrial, ending
 from engine.worker.cuda.requirements import missing
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.cuda.step.arena import StepArena
@@ -31,6 +32,7 @@ from engine.worker.model.kv.data_plane import TensorTransport
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
+    AllReduce,
     AttentionBackend,
     AttentionSpec,
     KVCapacity,
@@ -238,7 +240,20 @@ class CudaDevice:
 
     def tensor_transport(self) -> TensorTransport:
         """NCCL: tensors go from GPU to GPU without passing through the host."""
-        return self._gpu.tensor_transport(self.formats.dtype)
+        return self._gpu.tensor_transport(self.formats.dtype, self._all_reduce)
+
+    def _all_reduce(self, placement: Placement, plain: AllReduce) -> AllReduce:
+        """One-shot sums beside NCCL's if all ranks can compute them; not in batch-invariant mode,
+        in which the bits of a row would depend on which of the two computes it."""
+        if self._settings.kernels.batch_invariant:
+            return plain
+        streams = self._gpu.streams()  # its graph must not empty the memory pool of the others
+        trials = kernel_trials(
+            self._gpu.place,
+            self._settings.kernels.kernel_choices,
+            synchronize=ending(streams.synchronize),
+        )
+        return SumTrial(placement, plain, streams, trials).all_reduce()
 
     def enter_thread(self) -> None:
         """A thread's current GPU is the first one until it is set."""

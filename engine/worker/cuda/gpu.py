@@ -16,8 +16,11 @@ from torch._C._distributed_c10d import Store, Work
 from engine.errors import StartupError
 from engine.worker.cuda.streams import CudaStreams
 from engine.worker.model.kv.data_plane import HIDDEN_TAG, Group, TensorTransport
+from engine.worker.ports import AllReduce
 from engine.worker.streams import Streams
+from engine.worker_settings import Placement
 
+ChoosesSums = Callable[[Placement, AllReduce], AllReduce]  # `TensorTransport.all_reduce`
 WAITING = timedelta(hours=24)  # the executor's own watchdog applies first
 
 
@@ -28,26 +31,26 @@ class NcclTransport:
     the compute stream; the compute stream waits for it, the host does not. Hidden states are
     received on a separate stream, so that receiving them does not delay the step that is computed.
 
-    All-reduces may be captured in CUDA graphs: a group connects at its first exchange, which is one
-    of the forward passes before the capture, and a captured all-reduce is part of the compute
-    stream.
+    All-reduces may be captured in CUDA graphs: a group connects at its first exchange, which comes
+    before the capture, and a captured all-reduce is part of the compute stream.
     """
 
     has_own_groups = True
 
-    def __init__(self, place: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, place: torch.device, dtype: torch.dtype, sums: ChoosesSums) -> None:
         self._place = place
         self._dtype = dtype
+        self.all_reduce = sums
         self._arrivals = torch.cuda.Stream(place)  # type: ignore[no-untyped-call] # the stubs lack it
 
     @classmethod
-    def open(cls, place: torch.device, dtype: torch.dtype) -> "NcclTransport":
+    def open(cls, place: torch.device, dtype: torch.dtype, sums: ChoosesSums) -> "NcclTransport":
         """Raises `StartupError` if torch was built without NCCL."""
         if not distributed.is_nccl_available():
             raise StartupError(
                 f"several workers on GPUs need NCCL, which torch {torch.__version__} lacks"
             )
-        return cls(place, dtype)
+        return cls(place, dtype, sums)
 
     def group(self, store: Store, rank: int, size: int) -> Group:
         """A process group; its members connect at their first exchange."""
@@ -121,7 +124,7 @@ class Gpu(Protocol):
     def put(self, array: NDArray[Any]) -> Tensor:
         """Copy the array to the GPU asynchronously; work submitted from now on sees it."""
 
-    def tensor_transport(self, dtype: torch.dtype) -> TensorTransport:
+    def tensor_transport(self, dtype: torch.dtype, sums: ChoosesSums) -> TensorTransport:
         """Communication between GPUs; raises `StartupError` if torch was built without NCCL."""
 
     def enter_thread(self) -> None:
@@ -163,8 +166,8 @@ class TorchGpu:
         source = torch.from_numpy(array).pin_memory()  # torch keeps it until the copy is done
         return source.to(self.place, non_blocking=True)
 
-    def tensor_transport(self, dtype: torch.dtype) -> NcclTransport:
-        return NcclTransport.open(self.place, dtype)
+    def tensor_transport(self, dtype: torch.dtype, sums: ChoosesSums) -> NcclTransport:
+        return NcclTransport.open(self.place, dtype, sums)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.place)

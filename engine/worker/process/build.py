@@ -69,8 +69,11 @@ def _join(
     shard = Shard.of(shape, placement, None)
     if placement.num_workers == 1:
         return shard, None
-    plane = DataPlane.join(placement, device.tensor_transport())
-    return replace(shard, all_reduce=plane.all_reduce if placement.num_ranks > 1 else None), plane
+    transport = device.tensor_transport()
+    plane = DataPlane.join(placement, transport)
+    if placement.num_ranks == 1:
+        return shard, plane
+    return replace(shard, all_reduce=transport.all_reduce(placement, plane.all_reduce)), plane
 
 
 def _gathering(shard: Shard, plane: DataPlane | None) -> Callable[[Tensor], Tensor | None] | None:

@@ -351,12 +351,15 @@ def load(place: torch.device, dtype: torch.dtype, choices: str = "") -> TritonKe
     return TritonKernels(**found)
 
 
-def kernel_trials(place: torch.device, choices: str) -> KernelTrials:
-    """The trials of our kernels on the kind of GPU at `place`."""
+def kernel_trials(
+    place: torch.device, choices: str, synchronize: Callable[[], None] | None = None
+) -> KernelTrials:
+    """The trials of our kernels on the kind of GPU at `place`; `synchronize` waits for its work."""
     if place.type != "cuda":
-        return KernelTrials(ChoiceFile(None), lambda: None)
+        return KernelTrials(ChoiceFile(None), synchronize or (lambda: None))
     words = torch.cuda.get_device_name(place), "torch", torch.__version__, "kernel trials"
-    return KernelTrials(ChoiceFile(file_of(choices, *words)), lambda: torch.cuda.synchronize(place))
+    wait = synchronize or (lambda: torch.cuda.synchronize(place))
+    return KernelTrials(ChoiceFile(file_of(choices, *words)), wait)
 
 
 def check(what: str, found: Tensor, wanted: Tensor, allowed: float = 2e-2) -> None:

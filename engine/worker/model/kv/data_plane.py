@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 
 from engine.errors import StartupError, WorkerLost
 from engine.step import StepId
+from engine.worker.ports import AllReduce
 from engine.worker_settings import Placement
 
 JOIN_TIMEOUT = timedelta(minutes=30)  # workers may load their weights at different speeds
@@ -74,6 +75,10 @@ class TensorTransport(Protocol):
     def group(self, store: Store, rank: int, size: int) -> Group:
         """A process group of `size` workers, which find each other in `store`."""
 
+    def all_reduce(self, placement: Placement, plain: AllReduce) -> AllReduce:
+        """How the ranks of a stage, which call this together, sum tensors: as `plain` does, over
+        their group, or faster. Raises `StartupError`."""
+
     def computed(self) -> Callable[[], None] | None:
         """What waits, in any thread, for the work submitted so far; None if it is done."""
 
@@ -98,6 +103,9 @@ class HostTransport:
 
     def group(self, store: Store, rank: int, size: int) -> Group:
         raise AssertionError("tensors in host memory use the Gloo groups of the data plane")
+
+    def all_reduce(self, placement: Placement, plain: AllReduce) -> AllReduce:
+        return plain
 
     def computed(self) -> Callable[[], None] | None:
         return None

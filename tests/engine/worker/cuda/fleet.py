@@ -4,11 +4,13 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from engine.worker.cuda.device import CudaDevice
+from engine.worker.cuda.gpu import ChoosesSums
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
@@ -22,8 +24,8 @@ FLOAT32: Mapping[str, object] = {"dtype": "float32"}  # so that sums can be comp
 class Watched(StandingGpu):
     """A GPU whose transport is known."""
 
-    def tensor_transport(self, dtype: torch.dtype) -> StandingTransport:
-        self.carried = super().tensor_transport(dtype)
+    def tensor_transport(self, dtype: torch.dtype, sums: ChoosesSums) -> StandingTransport:
+        self.carried = super().tensor_transport(dtype, sums)
         return self.carried
 
 
@@ -36,9 +38,11 @@ def gpus(
     kernels: Sequence[TritonKernels] = (),
     *,
     has_graphs: bool = False,
+    on_one_machine: bool = False,
 ) -> Iterator[tuple[Fleet, list[Watched]]]:
     """A worker on each of so many GPUs; `changes` are fields of their settings, `kernels` those of
-    each worker. With `has_graphs` attention can be captured."""
+    each worker. With `has_graphs` attention can be captured. Workers that are not `on_one_machine`
+    do not see each other's GPUs."""
     preferred = Checkpoint.open(str(model)).preferred_format
     devices = [Watched(total_bytes=1 << 32) for _ in range(stages * ranks)]
     with socket.socket() as listener, ThreadPoolExecutor(len(devices)) as threads:
@@ -46,6 +50,13 @@ def gpus(
         listener.listen()
         rendezvous = f"127.0.0.1:{listener.getsockname()[1]}"
         places = placements(stages, ranks, rendezvous, listener.fileno())
+        if on_one_machine:
+            places = [
+                replace(place, num_local_workers=len(places), local_index=place.index)
+                for place in places
+            ]
+            for index, gpu in enumerate(devices):
+                gpu.of_it.device = torch.device("cpu", index)
 
         def load(index: int) -> Worker:
             settings = gpu_settings(model, placement=places[index], **changes)

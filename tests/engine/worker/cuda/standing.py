@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
 from engine.worker.cuda.device import CudaDevice
+from engine.worker.cuda.gpu import ChoosesSums
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels
 from engine.worker.model.kv.data_plane import HIDDEN_TAG, Group
 from engine.worker.process.worker import Worker
@@ -75,8 +76,8 @@ class StandingGpu:
     def put(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.place)
 
-    def tensor_transport(self, dtype: torch.dtype) -> "StandingTransport":
-        return StandingTransport(dtype)
+    def tensor_transport(self, dtype: torch.dtype, sums: ChoosesSums) -> "StandingTransport":
+        return StandingTransport(dtype, sums)
 
     def enter_thread(self) -> None:
         self.threads.add(threading.current_thread().name)
@@ -96,6 +97,7 @@ class StandingTransport:
     """Carries as NCCL does: what arrives must not be read before it was settled."""
 
     dtype: torch.dtype
+    all_reduce: ChoosesSums
     has_own_groups: bool = True
     num_groups: int = 0
     num_settled: int = 0

@@ -120,4 +120,4 @@ def test_a_device_that_has_failed_ends_its_worker(
 def test_without_nccl_several_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
     with pytest.raises(StartupError, match="several workers on GPUs need NCCL, which torch "):
-        NcclTransport.open(torch.device("cuda", 0), torch.bfloat16)
+        NcclTransport.open(torch.device("cuda", 0), torch.bfloat16, lambda place, plain: plain)
