@@ -20,6 +20,7 @@ from engine.worker.cuda.kernels.tiling import (
 from engine.worker.cuda.model.four_bit import packed
 from engine.worker.cuda.model.loras import CapturedLoras
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
+from engine.worker.cuda.streams import CudaStreams
 from engine.worker.model.experts import route
 from engine.worker.model.torch_operators import TorchSampling
 from engine.worker.ports import ConvShape, DeltaShape, MambaShape, RecurrentShape, Routing
@@ -162,7 +163,7 @@ def test_rows_with_adapters_of_their_own(kernels: library.TritonKernels) -> None
     """In the widths of Llama-3.1-8B's q, k and v."""
     widths, ranks = [4096, 1024, 1024], ([16, 16, 16], [64, 0, 8])
     assert kernels.lora is not None
-    loras = CapturedLoras(widths, 64, GPU, kernels.lora)
+    loras = CapturedLoras(widths, 64, CudaStreams(GPU), kernels.lora)
     adapters = [an_adapter(4096, widths, each, torch.bfloat16, 1, "cuda") for each in ranks]
     for slot, adapter in enumerate(adapters):
         loras.put(slot, adapter)

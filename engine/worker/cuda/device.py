@@ -174,7 +174,7 @@ class CudaDevice:
             DeviceSampling(self._gpu.put, triton.sampling.sample) if triton.sampling else None,
             self._others,
             multiplies_fp8=why_not_fp8(self._gpu, dtype) == "",
-            loras=CudaLoras(place, dtype, captured, settings.max_lora_rank),
+            loras=CudaLoras(self._streams, dtype, captured, settings.max_lora_rank),
         )
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:

@@ -32,8 +32,12 @@ from engine.worker.cuda.model.linears import (
     int8_linear,
     stacked,
 )
-from engine.worker.cuda.model.loras import CudaLoras
-from engine.worker.model.torch_operators import TorchHeads, TorchOperators, TorchSampling
+from engine.worker.model.torch_operators import (
+    TorchHeads,
+    TorchLoras,
+    TorchOperators,
+    TorchSampling,
+)
 from engine.worker.ports import (
     Activation,
     Experts,
@@ -119,7 +123,7 @@ class CudaOperators(TorchOperators):
         self._fast = fast
         self._multiplies_fp8 = multiplies_fp8
         self.heads = TorchHeads(dtype)
-        self.loras = loras or CudaLoras(place, dtype)
+        self.loras = loras or TorchLoras()
         self.sampling = sampling or TorchSampling()
         self._logged: set[str] = set()  # reasons
 

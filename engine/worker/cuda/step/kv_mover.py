@@ -93,7 +93,7 @@ class DeviceMover:
             self._stream.submit(partial(move, copy.device[part], copy.host[part]))
 
     def _out(self, device: Tensor, host: Tensor) -> None:
-        at, staging = put(self._streams, device.numpy()), self._staging(len(device))
+        at, staging = put(self._streams, device), self._staging(len(device))
         for layer, tensors in enumerate(self._layers):
             for which, tensor in enumerate(tensors):
                 staging[:, layer, which].copy_(tensor.index_select(0, at))
@@ -101,7 +101,7 @@ class DeviceMover:
             self._streams.copy(self._pool[block], staging[place])
 
     def _in(self, device: Tensor, host: Tensor) -> None:
-        to, staging = put(self._streams, device.numpy()), self._staging(len(device))
+        to, staging = put(self._streams, device), self._staging(len(device))
         for place, block in enumerate(host.numpy().tolist()):
             self._streams.copy(staging[place], self._pool[block])
         for layer, tensors in enumerate(self._layers):

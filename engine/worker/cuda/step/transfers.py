@@ -14,17 +14,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.worker.cuda.step.arena import StepArena
+from engine.worker.cuda.streams import EXACT_BYTES
 from engine.worker.ports import Int64s
 from engine.worker.streams import Stream, StreamEvent, Streams
 
 
-def put(streams: Streams, array: NDArray[Any]) -> Tensor:
-    """Copy the array to the device in the current stream."""
-    source = torch.from_numpy(array)
-    pinned = streams.pinned(source.shape, source.dtype)
-    pinned.copy_(source)
-    target = torch.empty(source.shape, dtype=source.dtype, device=streams.device)
-    streams.copy(target, pinned)
+def put(streams: Streams, source: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy a tensor of the host to the device in the current stream, in its own or another
+    dtype."""
+    target = torch.empty(source.shape, dtype=dtype or source.dtype, device=streams.device)
+    flat, copied = source.reshape(-1), target.view(-1)
+    count = (EXACT_BYTES - 1) // target.itemsize  # larger pinned memory is never given back
+    for start in range(0, len(flat), count):
+        piece = flat[start : start + count]
+        pinned = streams.pinned(piece.shape, target.dtype)
+        pinned.copy_(piece)
+        streams.copy(copied[start : start + count], pinned)
     return target
 
 
@@ -56,7 +61,7 @@ class DeviceTransfers:
         self.arena = arena
 
     def put(self, array: NDArray[Any]) -> Tensor:
-        return put(self._streams, array)
+        return put(self._streams, torch.from_numpy(array))
 
     def put_inputs(self, *arrays: Int64s) -> list[Tensor]:
         """In the arena, where graphs read them; a prompt that is too long for it is no decode."""

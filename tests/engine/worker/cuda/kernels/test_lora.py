@@ -9,10 +9,10 @@ from engine.worker.cuda.model.loras import CapturedLoras
 from engine.worker.model.torch_operators import TorchLowRank
 from tests.engine.worker.cuda.adapters import an_adapter
 from tests.engine.worker.cuda.kernels.interpreted import interpreted
+from tests.engine.worker.cuda.standin import StandInStreams
 from tests.noise import noise
 
 kernels = interpreted("lora")
-CPU = torch.device("cpu")
 
 
 @settings(deadline=None, max_examples=30)
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def test_each_row_gets_what_its_own_adapter_adds(
     slots: list[int], inputs: int, widths: list[int], ranks: list[int], dtype: torch.dtype
 ) -> None:
-    loras = CapturedLoras(widths, 24, CPU, kernels)
+    loras = CapturedLoras(widths, 24, StandInStreams(), kernels)
     adapters: dict[int, TorchLowRank | None] = {}
     for number, slot in enumerate((0, 3, 63)):
         own = ranks[3 * number : 3 * number + len(widths)]
@@ -46,7 +46,7 @@ def test_each_row_gets_what_its_own_adapter_adds(
 
 def test_a_row_has_the_same_bits_in_any_company_and_a_slot_can_be_used_again() -> None:
     widths, dtype = [64, 32], torch.bfloat16
-    loras = CapturedLoras(widths, 16, CPU, kernels)
+    loras = CapturedLoras(widths, 16, StandInStreams(), kernels)
     one, other = (an_adapter(128, widths, [16, 8], dtype, seed) for seed in (1, 2))
     x, y = noise(6, 128, dtype=dtype), noise(6, 96, seed=3, dtype=dtype)
     loras.put(5, one)
@@ -67,7 +67,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_a_slot_can_be_used_again() -
 
 @pytest.mark.parametrize("columns", [1, 64, 65])
 def test_the_last_block_of_a_part_ends_with_it(columns: int) -> None:
-    loras = CapturedLoras([columns, 3], 4, CPU, kernels)
+    loras = CapturedLoras([columns, 3], 4, StandInStreams(), kernels)
     adapter = an_adapter(16, [columns, 3], [4, 0], torch.float32, 1)
     loras.put(0, adapter)
     x, y = noise(1, 16), torch.zeros(1, columns + 3)

@@ -7,11 +7,16 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.lora import LoraSpec
 from engine.step import SampleSpec, Step, StepId
 from engine.worker.cuda.kernels.library import TritonKernels
+from engine.worker.cuda.model.loras import CudaLoras
+from engine.worker.cuda.step import transfers
+from tests.engine.worker.cuda.adapters import an_adapter
 from tests.engine.worker.cuda.launching import on_stand_ins
+from tests.engine.worker.cuda.standin import StandInStreams
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
 from tests.models.loras import make_lora
@@ -67,6 +72,59 @@ def add_low_rank(x: Tensor, y: Tensor, table: Table, slots: Tensor) -> None:
 KERNELS = TritonKernels(
     lora=SimpleNamespace(add_low_rank=add_low_rank, LoraTable=Table, COLUMNS=16)  # type: ignore[arg-type]
 )
+
+
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts copies from the host to the device, on meta here, for which torch would wait: those
+    that are not given to the streams."""
+
+    def __init__(self, streams: StandInStreams) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._streams = streams
+        self._copy = streams.copy
+        self._is_given = False
+        self.count = 0
+        streams.copy = self._given  # type: ignore[method-assign]
+
+    def _given(self, target: Tensor, source: Tensor) -> None:
+        self._is_given = True
+        self._copy(target, source)
+        self._is_given = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        places = {each.device.type for each in args if isinstance(each, Tensor)}
+        if "_to_copy" in str(func):
+            places.add(torch.device((kwargs or {}).get("device") or "cpu").type)
+        if len(places) > 1 and not self._is_given:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_adapter_is_copied_to_the_gpu_without_waiting_for_it() -> None:
+    streams = StandInStreams()
+    streams.device = torch.device("meta")
+    loras = CudaLoras(streams, torch.bfloat16, KERNELS.lora, 8)
+    factors = an_adapter(12, [4, 6], [2, 3], torch.float32, seed=1)
+    slots = loras.slots([4, 6])
+    assert slots is not None
+    with Waits(streams) as waits:
+        for slot in range(3):
+            moved = loras.low_rank(factors.down, factors.ups)
+            slots.put(slot, moved)
+    assert (waits.count, streams.num_host_waits) == (0, 0)
+    weights = [moved.down, *(up.weight for up in moved.ups)]
+    assert {(each.device.type, each.dtype) for each in weights} == {("meta", torch.bfloat16)}
+
+
+def test_a_large_factor_is_copied_through_several_pinned_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "EXACT_BYTES", 64)
+    streams = StandInStreams()
+    source = torch.arange(200.0).view(20, 10).t()
+    assert torch.equal(transfers.put(streams, source, torch.bfloat16), source.bfloat16())
+    assert streams.pinned_bytes == 400
+    assert max(each.nbytes for each in streams._pinned.values()) < 64
 
 
 @pytest.mark.parametrize("weights", ["float32", "int4"])
