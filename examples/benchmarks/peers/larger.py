@@ -37,6 +37,7 @@ from examples.benchmarks.written import write_files
 IDS = "300..20000"  # of the tokens in prompts
 CONTEXT = 16_384 + 512
 MAX_STREAMS = 16
+SECONDS = 3_600  # for a request: the slowest server takes over ten minutes for 16,384 tokens
 KV_BYTES = 3 << 30  # for 16 streams, or one prompt of 16,384 tokens, of the largest model
 PODWAY_PORT, LLAMA_PORT, VLLM_PORT, OPENVINO_PORT = 8105, 8103, 8104, 8106
 PROGRAMS = ("Podway", "llama-server", "OpenVINO", "vLLM")
@@ -127,7 +128,7 @@ def parse() -> argparse.Namespace:
 
 def _load(name: str, streams: int, requests: int, prompt: int, output: int) -> Load:
     flags = f"-c {streams} -n {requests} --prompt-tokens {prompt} --output-tokens {output}"
-    return Load(name, (*flags.split(), "--ids", IDS), is_open=False)
+    return Load(name, (*flags.split(), "--ids", IDS, "--timeout", str(SECONDS)), is_open=False)
 
 
 LOADS = with_seeds(
@@ -232,7 +233,7 @@ def _servers(model: Model, format: Format, peers: Path, context: int) -> Iterato
     flags = f"--served-model-name m --port {PODWAY_PORT} --store memory"
     flags += f" --max-batch-size {MAX_STREAMS} --max-model-len {context}"
     if context > CONTEXT:  # by itself Podway takes no more KV than that needs
-        flags += f" --kv-memory {KV_BYTES}"
+        flags += f" --kv-memory {KV_BYTES * context // CONTEXT}"
     if gguf.exists():
         yield server("Podway", PODWAY_PORT, "podway", "serve", str(gguf), *flags.split())
         slots = f"-np {MAX_STREAMS} -c {context} --kv-unified"
