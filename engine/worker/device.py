@@ -32,6 +32,7 @@ from engine.worker.ports import (
     PreferredFormat,
     Shard,
     StageModel,
+    StoredWeights,
     WeightSource,
 )
 from engine.worker.transfers import Transfers
@@ -142,7 +143,7 @@ class Device(Protocol):
         """
 
     def source(
-        self, weights: WeightSource, cache: PackedCache, num_bytes: int
+        self, weights: StoredWeights, cache: PackedCache, num_bytes: int
     ) -> AbstractContextManager[WeightSource]:
         """The weights from which a model is built inside the `with` block.
 

@@ -9,6 +9,8 @@ put into that order when they are read: scores of q and k are the same in any or
 LoRA adapters have factors in the checkpoint's order, and are refused for these linears by name.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,7 @@ class PairedRows:
         if not isinstance(weight, DeferredWeight):
             return self._ordered(weight)
         read = weight.read
-        return DeferredWeight(part, lambda part: self._ordered(read(part)), weight.skip)
+        return replace(weight, read=lambda part: self._ordered(read(part)))
 
     def lookup(self, part: TensorSlice) -> Lookup:
         return self._weights.lookup(part)

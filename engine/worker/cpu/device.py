@@ -47,6 +47,7 @@ from engine.worker.ports import (
     PreferredFormat,
     Shard,
     StageModel,
+    StoredWeights,
     WeightSource,
 )
 from engine.worker.weights.formats import FORMATS
@@ -172,7 +173,7 @@ class CpuDevice:
 
     @contextmanager
     def source(
-        self, weights: WeightSource, cache: PackedCache, num_bytes: int
+        self, weights: StoredWeights, cache: PackedCache, num_bytes: int
     ) -> Iterator[WeightSource]:
         if self._is_plain:
             yield weights
@@ -182,7 +183,8 @@ class CpuDevice:
             self._compile()  # while files are read
             torch.set_num_threads(self.pool.threads)  # conversions are torch's; steps use the pool
             try:
-                yield DeferredWeights(weights, native_format(self.pool, self.formats.linear))
+                format = native_format(self.pool, self.formats.linear)
+                yield DeferredWeights(weights, format, file.checkpoint)
             finally:
                 torch.set_num_threads(1)
 

@@ -78,6 +78,7 @@ from engine.worker.ports.weights import (
     Lookup,
     PreferredFormat,
     QuantizedWeight,
+    StoredWeights,
     TensorSlice,
     Weight,
     WeightSource,

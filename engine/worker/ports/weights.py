@@ -45,12 +45,13 @@ Weight: TypeAlias = Tensor | QuantizedWeight  # a linear's weight, [out, in]
 class DeferredWeight:
     """A weight that is read only if the device does not have it packed.
 
-    `skip` is called with its name if it is not read.
+    `skip` is called with its name if it is not read, `release` when what was read is packed.
     """
 
     part: "TensorSlice"
     read: Callable[["TensorSlice"], Weight]
     skip: Callable[[str], None]
+    release: Callable[["TensorSlice"], None]
 
     @property
     def key(self) -> str:
@@ -200,3 +201,10 @@ class WeightSource(Protocol):
 
     def skip(self, name: str) -> None:
         """Count a tensor as loaded that came from elsewhere, such as the packed cache."""
+
+
+class StoredWeights(WeightSource, Protocol):
+    """A `WeightSource` before the device converts what it holds."""
+
+    def stored(self, part: TensorSlice) -> Weight:
+        """A linear's weight as `weight` has it, with floats in the dtype in which they are kept."""

@@ -146,9 +146,7 @@ def _load(place: _Place) -> _Loaded:
     is_cached = checkpoint.files is not None
     idle_bytes = own_bytes * place.shape.idle_parameters // num_parameters if is_cached else 0
     device.check_weights(own_bytes, idle_bytes)
-    packed = checkpoint.packed_cache(
-        place.shard, settings.kernels.packed_cache, settings.kernels.packed_cache_size
-    )
+    packed = checkpoint.packed_cache(place.shard, settings)
     built = build_model(
         checkpoint, weights, place.shard, device, packed, own_bytes, has_mtp=settings.has_mtp
     )

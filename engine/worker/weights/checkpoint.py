@@ -55,6 +55,7 @@ from engine.worker.weights.int4_files import Int4Files
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker.weights.random import RandomWeights
 from engine.worker.weights.source import Weights
+from engine.worker_settings import WorkerSettings
 
 
 def load_by_name(path: str) -> object:
@@ -266,13 +267,20 @@ class Checkpoint:
             return None
         return self.pooling.head.build(weights, shard.shape)
 
-    def packed_cache(self, shard: Shard, folder: str, max_bytes: int) -> PackedCache:
+    def packed_cache(self, shard: Shard, settings: WorkerSettings) -> PackedCache:
         """The cache of a shard's packed weights; of random weights nothing is cached."""
         if self.files is None:
             return PackedCache()
         share = (shard.span.start, shard.span.stop, shard.rank, shard.num_ranks)
         reader = source_digest(Path(inspect.getfile(type(self.files))).parent)
-        return PackedCache(folder, max_bytes, tuple(self.files.files), share, reader)
+        return PackedCache(
+            folder=settings.kernels.packed_cache,
+            max_bytes=settings.kernels.packed_cache_size,
+            files=tuple(self.files.files),
+            share=share,
+            reader=reader,
+            is_alone=settings.placement.num_ranks == settings.num_replicas == 1,
+        )
 
     def open_token_table(self) -> TokenTable:
         """Its vocabulary; reading a large one takes seconds."""

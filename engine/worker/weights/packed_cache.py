@@ -23,6 +23,7 @@ from pathlib import Path
 from engine.files import remove_abandoned
 from engine.transport.process_memory import available_bytes
 from engine.worker.model.kv.kv_tensors import size_text
+from engine.worker.weights.mappings import CachedPages
 from engine.worker.weights.packed_file import (
     READ_THREAD,
     MappedFile,
@@ -44,7 +45,8 @@ class PackedCache:
 
     `files` are the checkpoint's; `share` is any numbers that identify the worker's part of it;
     `reader` identifies the code that reads the files. All files in the folder have at most
-    `max_bytes` together: the least recently used are removed.
+    `max_bytes` together: the least recently used are removed. If the worker `is_alone`, no other
+    one of this server reads the same parts of the checkpoint.
     """
 
     folder: str = ""
@@ -52,6 +54,7 @@ class PackedCache:
     files: Sequence[Path] = ()
     share: Sequence[int] = ()
     reader: str = ""
+    is_alone: bool = False
 
     @contextmanager
     def open(self, layout: str, expected_bytes: int) -> Iterator[PackedFile]:
@@ -96,7 +99,8 @@ class PackedCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._make_room(path, expected_bytes)
-            return NewFile(path.parent, facts, expected_bytes)
+            pages = CachedPages(self.files if self.is_alone else ())
+            return NewFile(path.parent, facts, expected_bytes, pages)
         except OSError as error:
             warn_not_cached(error)
             return None

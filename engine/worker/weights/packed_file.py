@@ -37,6 +37,7 @@ from torch import Tensor
 from engine.errors import WorkerLost
 from engine.files import beside_page_cache, new_file, write_all
 from engine.transport.process_memory import available_bytes
+from engine.worker.weights.mappings import CachedPages
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class PackedFile:
 
     num_bytes = 0  # the size of the file
     slab_bytes = SLAB_BYTES  # at least so many are requested from `grow`; 0: a tensor's own
+    checkpoint = CachedPages()  # what no start needs again once it is packed
 
     @property
     def resident_bytes(self) -> int:
@@ -228,8 +230,11 @@ class NewFile(PackedFile):
 
     slab_bytes = 0
 
-    def __init__(self, folder: Path, facts: object, expected_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, facts: object, expected_bytes: int, pages: CachedPages
+    ) -> None:
         self._file, self._temporary = new_file(folder)
+        self.checkpoint = pages
         self._facts = facts
         self._is_in_memory = expected_bytes <= MAX_SHARE * available_bytes()
         self._entries: dict[str, _EntryHeader] = {}

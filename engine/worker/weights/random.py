@@ -96,6 +96,9 @@ class RandomWeights:
     def weight(self, part: TensorSlice) -> Tensor:
         return self.tensor(part)
 
+    def stored(self, part: TensorSlice) -> Tensor:
+        return self.tensor(part)
+
     def lookup(self, part: TensorSlice) -> Lookup:
         """Rows in the 16 bits that their numbers were made of, half the memory of float32."""
         self._loaded.add(part.name)

@@ -70,6 +70,11 @@ class Weights:
 
     def weight(self, part: TensorSlice) -> Weight:
         """Quantized where the file stores it quantized."""
+        found = self.stored(part)
+        return found.to(self._dtype) if isinstance(found, Tensor) else found
+
+    def stored(self, part: TensorSlice) -> Weight:
+        """The same with floats in the dtype of the file."""
         found = self._read(part)
         if part.as_floats:
             found = dequantize(found)
@@ -80,7 +85,6 @@ class Weights:
                     "but only [out, in] is supported"
                 )
             return found
-        found = found.to(self._dtype)
         return found.t() if part.is_transposed else found
 
     def lookup(self, part: TensorSlice) -> Lookup:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.worker.ports import Weight
-
-MAPS = Path("/proc/self/maps")
+from engine.worker.weights.mappings import file_mappings
 
 
 class FilePlace(NamedTuple):
@@ -91,12 +90,10 @@ def rows_of(tensor: Tensor, files: Sequence[Path]) -> Callable[[Tensor], Tensor]
 
 def place_of(tensor: Tensor, files: Sequence[Path]) -> FilePlace | None:
     """The tensor's place in one of `files`; None if it is in other memory."""
-    if not files or not MAPS.exists() or tensor.numel() == 0:
+    if tensor.numel() == 0:
         return None
-    names, start = {str(path.resolve()) for path in files}, tensor.data_ptr()
-    for line in MAPS.read_text().splitlines():
-        addresses, _, offset, _, inode, *path = line.split(maxsplit=5)
-        first, stop = (int(address, 16) for address in addresses.split("-"))
-        if first <= start < stop and path and path[0] in names:
-            return FilePlace(Path(path[0]), int(offset, 16) + start - first, int(inode))
+    start = tensor.data_ptr()
+    for addresses, path, offset, inode in file_mappings(files):
+        if start in addresses:
+            return FilePlace(path, offset + start - addresses.start, inode)
     return None

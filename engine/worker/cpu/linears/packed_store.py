@@ -20,13 +20,14 @@ from engine.worker.ports import (
     LinearFormat,
     LinearWeight,
     Lookup,
+    StoredWeights,
     TensorSlice,
     Weight,
-    WeightSource,
     dequantize,
     format_of,
     loaded,
 )
+from engine.worker.weights.mappings import CachedPages, CachedRun
 from engine.worker.weights.packed_file import PackedEntry, PackedFile
 from engine.worker.weights.random import RandomWeights
 
@@ -44,12 +45,18 @@ def layout_of(linears: Mapping[str, CpuLinears]) -> str:
 class DeferredWeights:
     """A `WeightSource` whose linear weights are read when a device needs them.
 
-    They are converted to `format` then, unless it is None.
+    They are converted to `format` then, unless it is None. Once they are packed, those of `pages`
+    that they were read from are freed, but for embeddings, whose rows are read again.
     """
 
-    def __init__(self, weights: WeightSource, format: LinearFormat | None) -> None:
+    def __init__(
+        self, weights: StoredWeights, format: LinearFormat | None, pages: CachedPages
+    ) -> None:
         self._weights = weights
         self._format = format
+        self._pages = pages
+        self._looked_up = set[str]()
+        self._read_from = dict[TensorSlice, Sequence[CachedRun]]()
 
     def has(self, name: str) -> bool:
         return self._weights.has(name)
@@ -58,22 +65,31 @@ class DeferredWeights:
         return self._weights.tensor(part)
 
     def weight(self, part: TensorSlice) -> DeferredWeight:
-        return DeferredWeight(part, self._read, self._weights.skip)
+        return DeferredWeight(part, self._read, self._weights.skip, self._release)
 
     def lookup(self, part: TensorSlice) -> Lookup:
+        self._looked_up.add(part.name)
         return self._weights.lookup(part)
 
     def skip(self, name: str) -> None:
         self._weights.skip(name)
 
     def _read(self, part: TensorSlice) -> Weight:
-        if self._format is None:
-            return loaded(self._weights.weight(part))
-        is_made = isinstance(self._weights, RandomWeights)  # files are mapped
-        blocks = row_blocks(part, MAX_MADE) if is_made else [part]
-        return join_rows(
-            [self._format.convert(loaded(self._weights.weight(each))) for each in blocks]
-        )
+        if isinstance(self._weights, RandomWeights):  # files are mapped
+            blocks = row_blocks(part, MAX_MADE)
+            return join_rows([self._convert(self._weights.stored(each)) for each in blocks])
+        found = self._weights.stored(part)
+        if part.name not in self._looked_up:
+            self._read_from[part] = self._pages.of(found)
+        return self._convert(found)
+
+    def _convert(self, weight: Weight) -> Weight:
+        if self._format is not None:
+            return self._format.convert(weight)
+        return weight.to(torch.float32) if isinstance(weight, Tensor) else weight
+
+    def _release(self, part: TensorSlice) -> None:
+        self._pages.free(self._read_from.pop(part, ()))
 
 
 def row_blocks(part: TensorSlice, max_elements: int) -> list[TensorSlice]:
@@ -176,6 +192,8 @@ class PackedStore:
         deferred = [each for each, _ in run if isinstance(each, DeferredWeight)]
         if len(deferred) == len(run):
             self._file.add(_key(deferred), _entry_of(name, packed, is_sparse))
+        for each in deferred:
+            each.release(each.part)
         return linears, packed
 
     def _linears_of(self, name: str) -> CpuLinears:

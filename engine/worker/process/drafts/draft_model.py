@@ -212,9 +212,7 @@ def load_draft(
     num_parameters = checkpoint.survey(weights, shard).num_parameters
     num_bytes = weight_bytes(checkpoint, device.formats, num_parameters)
     device.check_weights(num_bytes, 0)
-    packed = checkpoint.packed_cache(
-        shard, settings.kernels.packed_cache, settings.kernels.packed_cache_size
-    )
+    packed = checkpoint.packed_cache(shard, settings)
     return LoadedDraft(
         device=device,
         built=build_model(checkpoint, weights, shard, device, packed, num_bytes),

@@ -52,9 +52,10 @@ def quantize(weight: Weight) -> Int8Weight:
     scales = torch.empty(len(weight))
     for at in range(0, len(weight), ROWS_AT_ONCE):
         here = slice(at, at + ROWS_AT_ONCE)
-        scales[here] = weight[here].abs().amax(dim=1) / MAX_INT8
+        rows = weight[here].to(torch.float32)
+        scales[here] = rows.abs().amax(dim=1) / MAX_INT8
         steps = scales[here].where(scales[here] > 0, 1.0)
-        values[here] = (weight[here] / steps[:, None]).round_()
+        values[here] = (rows / steps[:, None]).round_()
     return Int8Weight(values, scales)
 
 

@@ -9,10 +9,16 @@ from torch import Tensor
 
 from engine.transport.process_memory import SMAPS
 from engine.worker.weights.checkpoint_files import SafetensorsFiles
-from engine.worker.weights.mappings import drop_pages
+from engine.worker.weights.formats.int8 import Int8Weight
+from engine.worker.weights.mappings import PAGE, CachedPages, drop_pages
 from engine.worker.weights.packed_file import address_of, anonymous
 from engine.worker.weights.stored_rows import StoredRows
-from tests.engine.transport.process_memory import resident
+from tests.engine.transport.process_memory import (
+    cached_pages,
+    frees_cached_pages,
+    resident,
+    write_to_disk,
+)
 from tests.models.checkpoints import make_checkpoint
 
 SIZE = 1 << 20
@@ -110,6 +116,26 @@ def test_another_mapping_of_the_file_is_left_alone(tmp_path: Path) -> None:
     assert resident(path) == SIZE
     drop_pages([other])
     assert resident(path) == 0
+
+
+def test_the_cache_of_whole_pages_is_freed_and_they_read_the_same_again(tmp_path: Path) -> None:
+    """A page of two weights is freed with the second one, whatever their order."""
+    if not frees_cached_pages(tmp_path):
+        pytest.skip("the file system frees no single pages")
+    path, header = tmp_path / "a file", 100
+    numbers = torch.arange(6 * PAGE, dtype=torch.int64).to(torch.int8)
+    write_to_disk(path, bytes(header) + numbers.numpy().tobytes())
+    mapped = torch.from_file(str(path), size=header + len(numbers), dtype=torch.int8)
+    values = mapped[header:].view(6, PAGE)
+    pages, before = CachedPages([path]), cached_pages(path)
+    assert pages.of(values[1:3].t()) == [] == pages.of(torch.ones(PAGE))
+    freed = set[int]()
+    for rows, more in ((slice(3, 5), {4}), (slice(1, 2), set()), (slice(2, 3), {2, 3})):
+        weight = Int8Weight(values[rows], torch.ones(2))  # scales are not in the file
+        pages.free(pages.of(weight))
+        freed |= more
+        assert before - cached_pages(path) == freed
+    assert torch.equal(values.flatten(), numbers)
 
 
 def test_what_was_read_of_a_checkpoint_is_dropped_and_reads_the_same_again(tmp_path: Path) -> None:

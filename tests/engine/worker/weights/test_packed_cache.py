@@ -1,7 +1,10 @@
 import faulthandler
+import json
 import logging
+import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,12 @@ from engine.worker.weights import packed_file
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.packed_file import PackedEntry
 from engine.worker.weights.source import Weights
+from engine.worker_settings import WorkerSettings
+from tests.engine.transport.process_memory import (
+    cached_pages,
+    frees_cached_pages,
+    write_to_disk,
+)
 from tests.engine.worker.process.driving import Driver, settings_for
 from tests.engine.worker.weights.packed_files import (
     LARGE,
@@ -48,22 +57,27 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+def cached(checkpoint: Path, cache: Path | str, weights: str = "float32") -> WorkerSettings:
+    """Settings with this cache."""
+    return changed(settings_for(checkpoint, "cpu", weights=weights), packed_cache=str(cache))
+
+
 def logits(checkpoint: Path, cache: Path | str, weights: str = "float32") -> Tensor:
     """The logits of a worker that is started so."""
-    settings = settings_for(checkpoint, "cpu", weights=weights)
-    worker = Worker.load(changed(settings, packed_cache=str(cache)), lambda *_: None)
+    worker = Worker.load(cached(checkpoint, cache, weights), lambda *_: None)
     until_published()
     return Driver(worker).logits((0, TOKENS))[0]
 
 
-def build(checkpoint: Path, cache: Path, weights: str = "float32") -> int:
+def build(checkpoint: Path, cache: Path, weights: str = "float32", **values: object) -> int:
     """Build a model as a worker does; returns how many elements were read from the checkpoint."""
-    found = Checkpoint.open(str(checkpoint))
-    device = CpuDevice(settings_for(checkpoint, "cpu", weights=weights), PreferredFormat())
+    found, settings = Checkpoint.open(str(checkpoint)), cached(checkpoint, cache, weights)
+    settings = changed(settings, **values)
+    device = CpuDevice(settings, PreferredFormat())
     source = found.open_weights(torch.float32, lambda *_: None)
     assert isinstance(source, Weights)
     shard = Shard.whole(found.family.shape)
-    packed = found.packed_cache(shard, str(cache), LARGE)
+    packed = found.packed_cache(shard, settings)
     with device.source(source, packed, 1) as deferred:
         found.family.build(deferred, shard, device.operators())
     until_published()
@@ -96,12 +110,51 @@ def test_the_second_start_reads_no_matrix_and_computes_the_same_logits(
     assert second_build < first_build / 2  # the embedding and the norms
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("weights", FORMATS)
+def test_the_first_start_frees_the_cache_of_what_it_has_packed_and_nobody_else_reads(
+    tmp_path: Path, cache: Path, weights: str, num_replicas: int
+) -> None:
+    """Their memory is used for packed weights; rows of the embedding are read from the file."""
+    if not frees_cached_pages(tmp_path):
+        pytest.skip("the file system frees no single pages")
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024}
+    checkpoint = make_checkpoint(tmp_path / "large", max_shard_size="600KB", **sizes)
+    paths = sorted(checkpoint.glob("*.safetensors"))
+    assert len(paths) > 1
+    for path in paths:
+        write_to_disk(path, path.read_bytes())
+    build(checkpoint, cache, weights, num_replicas=num_replicas)
+    kept = {path: cached_pages(path) for path in paths}
+    for path in paths:
+        for name, run in whole_pages(path).items():
+            is_linear = "proj" in name or "lm_head" in name
+            is_freed = is_linear and num_replicas == 1
+            assert kept[path].isdisjoint(run) if is_freed else kept[path].issuperset(run), name
+
+
+def whole_pages(path: Path) -> dict[str, range]:
+    """The numbers of the pages that only one tensor of a safetensors file has."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    places = {
+        name: each["data_offsets"]
+        for name, each in json.loads(content[8:start]).items()
+        if name != "__metadata__"
+    }
+    size = mmap.PAGESIZE
+    return {
+        name: range(-(-(start + first) // size), (start + last) // size)
+        for name, (first, last) in places.items()
+    }
+
+
 def test_pages_of_packed_weights_are_not_counted_as_available_for_kv(
     checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_device, "available_bytes", lambda: LARGE)
     found = Checkpoint.open(str(checkpoint))
-    packed = found.packed_cache(Shard.whole(found.family.shape), str(cache), LARGE)
+    packed = found.packed_cache(Shard.whole(found.family.shape), cached(checkpoint, cache))
     for is_scarce in (True, False):  # the first writes to the file's pages, the second maps them
         available = 0 if is_scarce else LARGE
         monkeypatch.setattr(packed_file, "available_bytes", lambda found=available: found)
@@ -277,10 +330,10 @@ def test_only_the_experts_of_a_mixture_may_stay_on_the_disk(
     monkeypatch.setattr(packed_file, "available_bytes", lambda: 0)
     found = Checkpoint.open(str(checkpoint))
     shape = found.family.shape
-    settings = settings_for(checkpoint, "cpu", weights="int8")
+    settings = cached(checkpoint, cache, "int8")
     device = CpuDevice(settings, PreferredFormat())
     source = found.open_weights(torch.float32, lambda *_: None)
-    packed = found.packed_cache(Shard.whole(shape), str(cache), LARGE)
+    packed = found.packed_cache(Shard.whole(shape), settings)
     with device.source(source, packed, 1) as deferred:
         found.family.build(deferred, Shard.whole(shape), device.operators())
         resident, whole = device._store.file_bytes, device._store._file.num_bytes
