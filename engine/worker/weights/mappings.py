@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.transport.process_memory import MAPS, drop, mappings
+from engine.transport.process_memory import MAPS, drop, mappings, populate
 from engine.worker.ports import Weight
 
 PAGE = mmap.PAGESIZE
@@ -48,7 +48,7 @@ class CachedRun(NamedTuple):
 
 
 class CachedPages:
-    """Gives back the memory in which the system has cached a checkpoint's mapped files.
+    """Reads a checkpoint's mapped files, and gives back the memory in which the system cached them.
 
     It is then used for what is allocated next. Memory that was not used before can be expensive: on
     a virtual machine whose host takes free memory back, up to 2.5 s per GiB.
@@ -64,15 +64,18 @@ class CachedPages:
     def _mappings(self) -> list[FileMapping]:
         return file_mappings(self._files)
 
-    def of(self, weight: Weight) -> list[CachedRun]:
-        """The parts of the files in which a weight is."""
+    def read(self, weight: Weight) -> list[CachedRun]:
+        """The parts of the files in which a weight is, which are read now."""
         tensors = [weight] if isinstance(weight, Tensor) else weight.tensors.values()
-        return [
+        runs = [
             CachedRun(mapping, each.data_ptr(), each.data_ptr() + each.nbytes)
             for each in tensors
             for mapping in self._mappings
             if each.is_contiguous() and each.data_ptr() in mapping.addresses
         ]
+        for _, start, stop in runs:
+            populate(range(start, stop))
+        return runs
 
     def free(self, runs: Iterable[CachedRun]) -> None:
         """Free whole pages, which are read again from the disk if that is ever needed.

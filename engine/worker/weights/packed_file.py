@@ -36,7 +36,7 @@ from torch import Tensor
 
 from engine.errors import WorkerLost
 from engine.files import beside_page_cache, new_file, write_all
-from engine.transport.process_memory import available_bytes
+from engine.transport.process_memory import available_bytes, populate
 from engine.worker.weights.mappings import CachedPages
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ FOOTER = struct.Struct("<8sQQQ32s")  # magic; header at, header bytes, file byte
 SYNC_THREAD = "podway-packed-cache"
 READ_THREAD = "podway-read-ahead"
 READ_BYTES = 64 << 20  # bytes that are read ahead at a time
-MADV_POPULATE_READ = 22  # linux/mman.h
 MAX_SHARE = 0.75  # KV, and what is not yet written, need memory too
 SLAB_BYTES = 64 << 20  # the size of a mapping of anonymous memory
 PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
@@ -143,7 +142,7 @@ class MappedFile(PackedFile):
                 digest = xxhash.xxh3_128()
                 for at in range(tensor.run.start, tensor.run.stop, READ_BYTES):
                     size = min(READ_BYTES, tensor.run.stop - at)
-                    _map_pages(start, range(at, at + size))
+                    populate(range(start + at, start + at + size))
                     digest.update(content[at : at + size])
                 if digest.hexdigest() != tensor.digest:
                     self._damage = (
@@ -350,15 +349,6 @@ def resident_tensors(
     return [
         tensor for each in entries if fits or not each.is_sparse for tensor in each.tensors.values()
     ]
-
-
-def _map_pages(start: int, run: range) -> None:
-    """Read a run of the file that is mapped at `start` and map its pages, which is faster than page
-    by page. Systems that cannot do it ignore it."""
-    if sys.platform == "linux":
-        begin = run.start // PAGE * PAGE
-        size = ctypes.c_size_t(run.stop - begin)
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start + begin), size, MADV_POPULATE_READ)
 
 
 def _read_entries(file: int, size: int, facts: object) -> dict[str, _EntryHeader]:

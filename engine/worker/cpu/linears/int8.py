@@ -10,11 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels.linears import int8_linear
+from engine.worker.cpu.kernels.linears.int8_linear import DEPTH
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
+from engine.worker.cpu.kernels.linears.packing import SumOperands, sum_int8
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX, HAS_VNNI, PADDING, PAIR, QUAD
 from engine.worker.cpu.linears.packed import InputFormat, PackedWeights
-from engine.worker.cpu.linears.panels import in_items, pack, packing_kernel
+from engine.worker.cpu.linears.panels import in_items, num_panels, pack, packing_kernel
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import Weight
@@ -42,7 +45,7 @@ class Int8Linears:
 
     @property
     def packing_kernels(self) -> tuple[Callable[..., None], ...]:
-        return (packing_kernel(self.packed_dtype),)
+        return packing_kernel(self.packed_dtype), sum_int8
 
     def pack(
         self, weights: Sequence[Weight], pages: WeightPages, pool: NativeThreadPool
@@ -51,14 +54,12 @@ class Int8Linears:
         values = [in_items(part.values, self.packed_dtype) for part in parts]
         items = -(-values[0].shape[1] // PADDING) * PADDING
         packed = pack(values, items, pages, pool)
-        sums = torch.cat([offsets(part.values, self.zero) for part in parts], dim=1)
-        outputs = sums.shape[1]
         return PackedWeights(
             packed=packed,
-            outputs=outputs,
+            outputs=sum(len(part.values) for part in parts),
             inputs=items * self.group,
             scale=torch.cat([part.scales for part in parts]),
-            offset=torch.nn.functional.pad(sums, (0, -outputs % WIDTH)),
+            offset=offsets([part.values for part in parts], self.zero, pool),
         )
 
 
@@ -81,7 +82,24 @@ WITH_8_BITS = Int8Linears(
 FASTEST = WITH_8_BITS if HAS_VNNI else WITH_14_BITS  # on this CPU
 
 
-def offsets(values: Tensor, zero: int) -> Tensor:
-    """What `zero` in place of 0 adds to sums over each piece of k, int32 `[pieces, outputs]`."""
-    pieces = torch.split(values, int8_linear.DEPTH, dim=1)
-    return torch.stack([piece.sum(dim=1, dtype=torch.int32) * zero for piece in pieces])
+def offsets(parts: Sequence[Tensor], zero: int, pool: NativeThreadPool) -> Tensor:
+    """What `zero` in place of 0 adds to sums over each piece of k, int32 `[pieces, outputs]`, with
+    zeros up to a whole panel."""
+    outputs = num_panels(sum(map(len, parts))) * WIDTH
+    found = torch.zeros((-(-parts[0].shape[1] // DEPTH), outputs), dtype=torch.int32)
+    first = 0
+    with pool.awake():
+        for part in parts:
+            rows = part if part.stride(1) == 1 else part.contiguous()
+            operands = SumOperands(
+                x=rows.data_ptr(),
+                x_stride=rows.stride(0),
+                width=rows.shape[1],
+                depth=DEPTH,
+                factor=zero,
+                y=found[:, first:].data_ptr(),
+                outputs=outputs,
+            )
+            KernelCall(pool, sum_int8, operands).over_rows(len(rows))
+            first += len(rows)
+    return found

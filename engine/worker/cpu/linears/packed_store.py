@@ -80,7 +80,7 @@ class DeferredWeights:
             return join_rows([self._convert(self._weights.stored(each)) for each in blocks])
         found = self._weights.stored(part)
         if part.name not in self._looked_up:
-            self._read_from[part] = self._pages.of(found)
+            self._read_from[part] = self._pages.read(found)
         return self._convert(found)
 
     def _convert(self, weight: Weight) -> Weight:

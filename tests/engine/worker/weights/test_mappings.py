@@ -128,11 +128,11 @@ def test_the_cache_of_whole_pages_is_freed_and_they_read_the_same_again(tmp_path
     mapped = torch.from_file(str(path), size=header + len(numbers), dtype=torch.int8)
     values = mapped[header:].view(6, PAGE)
     pages, before = CachedPages([path]), cached_pages(path)
-    assert pages.of(values[1:3].t()) == [] == pages.of(torch.ones(PAGE))
+    assert pages.read(values[1:3].t()) == [] == pages.read(torch.ones(PAGE))
     freed = set[int]()
     for rows, more in ((slice(3, 5), {4}), (slice(1, 2), set()), (slice(2, 3), {2, 3})):
         weight = Int8Weight(values[rows], torch.ones(2))  # scales are not in the file
-        pages.free(pages.of(weight))
+        pages.free(pages.read(weight))
         freed |= more
         assert before - cached_pages(path) == freed
     assert torch.equal(values.flatten(), numbers)
