@@ -4,6 +4,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -90,7 +91,7 @@ class CachedPages:
             pages = range(-(-first // PAGE) * PAGE, last // PAGE * PAGE)
             if pages:
                 drop(pages)
-                with mapping.path.open("rb") as file:
+                with suppress(OSError), mapping.path.open("rb") as file:  # or it was removed
                     at = mapping.offset + pages.start - mapping.addresses.start
                     os.posix_fadvise(file.fileno(), at, len(pages), os.POSIX_FADV_DONTNEED)
 

@@ -135,6 +135,9 @@ def test_the_cache_of_whole_pages_is_freed_and_they_read_the_same_again(tmp_path
         pages.free(pages.read(weight))
         freed |= more
         assert before - cached_pages(path) == freed
+    runs = pages.read(values)
+    path.unlink()
+    pages.free(runs)
     assert torch.equal(values.flatten(), numbers)
 
 
