@@ -17,6 +17,7 @@ from engine.worker.cpu.kernels.dtypes import HAS_BFLOAT16_PAIRS, has_half
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
 from engine.worker.cpu.kernels.quantize import QuantizeOperands, quantize_int4, quantize_int8
 from engine.worker.cpu.linears import FORMATS
+from engine.worker.cpu.linears.grouped import ELEMENTS_AT_ONCE
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import choose_dtype
 from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES
@@ -27,7 +28,6 @@ from engine.worker.weights.formats.int8 import INT8, Int8Weight
 from engine.worker_settings import Kernels
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-ELEMENTS_AT_ONCE = 1 << 20  # are widened to float32 before they are quantized
 NO_HALF = "'float16' needs a CPU with F16C"
 EXACT = frozenset(("float32", "float16"))  # more precise than bfloat16
 MULTIPLIES_BFLOAT16 = HAS_BFLOAT16_PAIRS and not HAS_AMX  # faster than it does float16

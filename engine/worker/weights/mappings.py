@@ -55,9 +55,10 @@ class CachedPages:
     a virtual machine whose host takes free memory back, up to 2.5 s per GiB.
     """
 
-    def __init__(self, files: Sequence[Path] = ()) -> None:
-        """The files are mapped already."""
+    def __init__(self, files: Sequence[Path] = (), *, frees: bool = True) -> None:
+        """The files are mapped already. Without `frees` nothing is given back."""
         self._files = files
+        self._frees = frees
         self._starts = dict[int, int]()  # runs that were given back: their start by their end
         self._stops = dict[int, int]()  # their end by their start
 
@@ -84,7 +85,7 @@ class CachedPages:
         The system frees only what it has cached as one piece, of up to `LARGEST_PIECE`, and nothing
         that another process has mapped. So neighbours are freed again together.
         """
-        for mapping, start, stop in runs:
+        for mapping, start, stop in runs if self._frees else ():
             first, last = self._starts.pop(start, start), self._stops.pop(stop, stop)
             self._stops[first], self._starts[last] = last, first
             first, last = max(first, start - LARGEST_PIECE), min(last, stop + LARGEST_PIECE)

@@ -99,7 +99,7 @@ class PackedCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._make_room(path, expected_bytes)
-            pages = CachedPages(self.files if self.is_alone else ())
+            pages = CachedPages(self.files, frees=self.is_alone)
             return NewFile(path.parent, facts, expected_bytes, pages)
         except OSError as error:
             warn_not_cached(error)

@@ -27,7 +27,7 @@ from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout
 from engine.worker.weights.formats.int4 import GROUP, SYMMETRIC, quantize
 from engine.worker.weights.formats.llama_cpp import BLOCKS
 
-ELEMENTS_AT_ONCE = 1 << 20  # so many are unpacked together
+ELEMENTS_AT_ONCE = 1 << 20  # so many are unpacked, or widened, together
 INPUTS = {  # by width: the name in reports, the steps that are multiplied, the kernel
     8: ("8-bit activations, VNNI", INT8_STEPS, grouped_linear.quantize_groups_to_8_bits),
     14: ("14-bit activations", INT16_STEPS, grouped_linear.quantize_groups_to_14_bits),

@@ -128,6 +128,10 @@ def test_the_cache_of_whole_pages_is_freed_and_they_read_the_same_again(tmp_path
     mapped = torch.from_file(str(path), size=header + len(numbers), dtype=torch.int8)
     values = mapped[header:].view(6, PAGE)
     pages, before = CachedPages([path]), cached_pages(path)
+    others = CachedPages([path], frees=False)
+    others.free(others.read(values))
+    assert resident(path) > len(numbers) - PAGE
+    assert cached_pages(path) == before
     assert pages.read(values[1:3].t()) == [] == pages.read(torch.ones(PAGE))
     freed = set[int]()
     for rows, more in ((slice(3, 5), {4}), (slice(1, 2), set()), (slice(2, 3), {2, 3})):
