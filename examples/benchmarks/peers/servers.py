@@ -8,8 +8,8 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +53,21 @@ class Up:
 
 def pss_mib(process: psutil.Process) -> float:
     """The PSS of a server and its workers in MiB: a shared page counts once."""
-    tree = [process, *process.children(recursive=True)]
-    return sum(one.memory_full_info().pss for one in tree) / (1 << 20)
+    return _sum(process, lambda one: one.memory_full_info().pss / (1 << 20))
 
 
 def cpu_seconds(process: psutil.Process) -> float:
     """CPU seconds so far of a server and its workers."""
-    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+    return _sum(process, lambda one: one.cpu_times().user + one.cpu_times().system)
+
+
+def _sum(process: psutil.Process, measure: Callable[[psutil.Process], float]) -> float:
+    """Of a process and what it started; a compiler may end meanwhile."""
+    total = measure(process)
+    for one in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            total += measure(one)
+    return total
 
 
 def read_servers(tables: Mapping[str, Any]) -> list[Server]:

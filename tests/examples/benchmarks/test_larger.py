@@ -78,7 +78,7 @@ def test_lone_streams_have_their_decode_speed_and_concurrent_ones_all_tokens_per
     text = page([run(*(load.name for load in LOADS))], LOADS, GROUPS[:1], [])
     for title in ("128 in: tokens/s", "4,096 in: tokens/s", "C=4 tokens/s", "C=16 tokens/s"):
         assert title in text
-    assert "| Podway | 8.0 | 2.5 | 31.5 | 31.5 | 8.0 | 2.5 | 8.0 | 2.5 | 8.0 | 2.5 |" in text
+    assert f"| Podway | 8.0 | 2.5 | 31.5 | 31.5 |{4 * ' 8.0 | 2.5 |'}" in text
 
 
 def test_the_page_of_some_loads_names_those_that_were_not_run() -> None:
@@ -89,7 +89,7 @@ def test_the_page_of_some_loads_names_those_that_were_not_run() -> None:
     few = page([run("128 in", "C=4"), others, run() | {"server": "vLLM"}], LOADS, GROUPS, [])
     assert "| llama-server | 8.0 | 2.5 | failed |" in few
     assert "| vLLM | not run | not run | not run |" in few
-    assert "- Qwen3-4B, q4_0: C=16, 4,096 in, 16,384 in, 32,768 in\n" in text
+    assert "- Qwen3-4B, q4_0: C=16, 1,024 in, 4,096 in, 16,384 in, 32,768 in\n" in text
     assert "- Qwen3-4B, q8_0: all loads\n- a reason\n" in text
 
 
