@@ -165,6 +165,16 @@ def test_what_attention_in_pairs_changed_is_that_of_the_runs_before_and_since() 
     assert f"Qwen3.5-4B took {min(hybrid):.0f} to {max(hybrid):.0f} s" in published
 
 
+def test_llama_server_with_openblas_is_that_of_its_run() -> None:
+    published = (RESULTS / "peers/larger_zen5/README.md").read_text()
+    (run,) = read("peers/larger_zen5/openblas.json")
+    four, sixteen = (f"{run['loads'][load]['output_rate']:.1f}" for load in ("C=4", "C=16"))
+    assert f"C=4 and C=16 {four} and {sixteen} tokens/s" in published
+    times = [run["loads"][load]["ttft_p50"] for load in ("128 in", "1,024 in", "4,096 in")]
+    one, two, three = (f"{seconds:.1f}" if seconds < 99 else f"{seconds:.0f}" for seconds in times)
+    assert f"128, 1,024 and 4,096 tokens after {one}, {two} and {three} s" in published
+
+
 def test_rounds_of_podway_alone_agree_where_memory_does_not_decide() -> None:
     published = (RESULTS / "peers/larger_zen5/README.md").read_text()
     eight, *sixteen = [run["loads"] for run in read("peers/larger_zen5/alone.json")]
