@@ -127,6 +127,10 @@ def test_lone_streams_are_compared_answer_by_answer() -> None:
     assert f"{beside_vllm:.2f} times vLLM's tokens/s and {best:.2f} times OpenVINO's" in published
     in_bfloat16, _ = alone("larger_zen5", "Podway bf16", "Qwen3-4B, bfloat16")
     assert f"Podway has {in_bfloat16:.2f} times vLLM's\ntokens/s in bfloat16" in published
+    hybrid, _ = alone("larger_zen5", "Podway bf16", "Qwen3.5-4B, bfloat16")
+    assert (
+        f"after short prompts, Podway has {hybrid:.2f} times llama-server's tokens/s" in published
+    )
 
 
 def test_what_bounds_bfloat16_and_the_first_token_of_128_are_those_of_the_runs() -> None:
